@@ -1,0 +1,8415 @@
+#!/bin/sh
+""":"
+exec "${MCPX_PYTHON:-python3}" -I -S -c '
+import os, sys
+path = os.path.realpath(sys.argv[1])
+sys.argv[:2] = [path]
+import _frozen_importlib as frozen, _frozen_importlib_external as external
+base = os.environ.get("XDG_CACHE_HOME") or ""
+if not os.path.isabs(base):
+    base = os.path.join(os.path.expanduser("~"), ".cache")
+cache = os.path.join(base, "mcpx")
+try:
+    os.path.isdir(base) or os.makedirs(base, 0o700)
+    os.path.isdir(cache) or os.mkdir(cache, 0o700)
+    info = os.lstat(cache)
+    if info.st_uid != os.getuid() or info.st_mode & 0o170077 != 0o040000:
+        raise OSError("not a private directory")
+    sys.pycache_prefix = cache
+    target = external.cache_from_source(path)
+    sys.pycache_prefix = None
+    if not os.path.exists(target):
+        import py_compile
+        py_compile.compile(path, target, quiet=2,
+                           invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    sys.pycache_prefix = cache
+except OSError:
+    pass
+loader = external.SourceFileLoader("mcpx", path)
+spec = external.spec_from_file_location("mcpx", path, loader=loader)
+sys.modules["mcpx"] = module = frozen.module_from_spec(spec)
+loader.exec_module(module)
+module.main()
+' "$0" "$@"
+":"
+mcpx: one pool of MCP servers for every coding agent on this machine.
+
+Hosts (opencode, Claude Code, an editor, a script) launch `mcpx.py serve NAME` where
+they launched a server before. That process, the *shim*, relays lines to one *daemon*,
+which runs the real servers as children and decides for every request which running
+copy of a server answers it. The lines above make this file a shell script as well,
+so that it starts from cached byte code; Python sees them as part of this docstring.
+
+How one request travels:
+
+    host -> shim -> LegacyHost  reads the line, tells who asks (Identity)
+                 -> Surface     tells which server it is for, or answers from the cache
+                 -> Pool        finds or starts the Instance with the caller's scope key
+                 -> Upstream    sends it under an id of its own, and takes the answer
+    host <- shim <- LegacyHost  spells the answer for the host's revision
+
+The words, each with one meaning:
+
+    host      who asks: the program at the other end of a shim
+    shim      the process a host launches; it survives the daemon
+    server    a name in the configuration
+    instance  one running copy of a server, with one scope key
+    child     the process of an instance
+    upstream  our client end of an instance
+    identity  who a request is from: session, parent session, directory, process
+    scope     the setting that turns an identity into a key
+    key       what callers of one instance have in common
+    slot      the place of one (server, definition, key): its instance and who waits
+    call      a request on its way
+    question  a request from an upstream, on its way to a host
+    lease     a call's hold on an instance: taken when sent, given back when settled
+
+Sections, each using only those above it: constants, errors, wire, revisions, identity
+and scopes, settings and config, log, platform, reactor, upstream, children, pool,
+surface, questions, host, daemon, shim, demo, commands.
+
+Licence: MIT (SPDX-License-Identifier: MIT)
+
+    Copyright (c) 2026 the mcpx authors
+
+    Permission is hereby granted, free of charge, to any person obtaining a copy of this
+    software and associated documentation files (the "Software"), to deal in the Software
+    without restriction, including without limitation the rights to use, copy, modify,
+    merge, publish, distribute, sublicense, and/or sell copies of the Software, and to
+    permit persons to whom the Software is furnished to do so, subject to the following
+    conditions: The above copyright notice and this permission notice shall be included in
+    all copies or substantial portions of the Software. THE SOFTWARE IS PROVIDED "AS IS",
+    WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE
+    WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN
+    NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR
+    OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT
+    OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+"""
+from __future__ import annotations
+
+import sys
+
+# The boot code above redirects the byte-code cache for this file alone; left on, every
+# standard module would be compiled into our cache as well.
+sys.pycache_prefix = None
+
+import os
+import time
+
+__version__ = "0.1.0"
+__license__ = "MIT"
+
+
+class _Later:
+    """A standard module that is imported at its first use.
+
+    A shim starts once per server and host and needs almost nothing, so the modules that
+    only the daemon and the commands use must cost it nothing. `importlib.util.LazyLoader`
+    does the same but imports a good part of the library to do it.
+    """
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, attribute):
+        __import__(self._name)
+        module = sys.modules[self._name]
+        for alias, value in list(globals().items()):
+            if value is self:
+                globals()[alias] = module
+        return getattr(module, attribute)
+
+
+argparse, bisect, collections, errno, fcntl, fnmatch, glob, hashlib, heapq, hmac, json = map(
+    _Later, "argparse bisect collections errno fcntl fnmatch glob hashlib heapq hmac json".split())
+re, resource, secrets, selectors, shutil, signal, socket, stat, struct, subprocess = map(
+    _Later, "re resource secrets selectors shutil signal socket stat struct subprocess".split())
+tempfile, threading, traceback = map(_Later, "tempfile threading traceback".split())
+
+
+# ---------------------------------------------------------------------------
+# Constants: which numbers and names, and why these
+#
+# Literals only. What a person may change is in the settings table instead.
+# ---------------------------------------------------------------------------
+
+LEGACY_REVISIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
+MODERN_REVISIONS = ("2026-07-28",)
+REVISIONS = LEGACY_REVISIONS + MODERN_REVISIONS
+LATEST_LEGACY = LEGACY_REVISIONS[-1]
+
+PARSE_ERROR = -32700
+INVALID_REQUEST = -32600
+METHOD_NOT_FOUND = -32601
+INVALID_PARAMS = -32602
+INTERNAL_ERROR = -32603
+RESOURCE_NOT_FOUND = -32002
+# The code is what several SDKs use for "connection closed"; programs look at the mark.
+STREAM_LOST = -32000
+STREAM_LOST_DATA = {"mcpxStreamLost": True}
+# What clients in the field send when a person refuses a sampling request.
+SAMPLING_REFUSED = -1
+
+LOG_LEVELS = ("debug", "info", "notice", "warning", "error", "critical", "alert", "emergency")
+
+# Version of the conversation between shim and daemon; a daemon serves every older one.
+LINK_VERSION = 1
+
+# A name that a caller gives itself: long enough for any host's ids, short enough to print.
+MAX_NAME_CHARS = 256
+# A read of this size stays below malloc's mmap threshold (128 KiB); larger ones cost a
+# system call to allocate each time.
+READ_BYTES = 65536
+# POSIX guarantees an atomic write of 512 bytes; Linux has 4096.
+PIPE_BUF = 4096 if sys.platform.startswith("linux") else 512
+# How much of a line over the limit is kept, to find the id in it.
+OVERSIZE_HEAD_BYTES = 4096
+# A chain of pages that is longer than this is a server that repeats itself.
+MAX_PAGES = 1000
+# sun_path has 108 bytes on Linux and 104 on macOS, with the final NUL.
+MAX_SOCKET_PATH = 103
+# Environment variable that marks every process of an instance, however deep.
+INSTANCE_VARIABLE = "MCPX_INSTANCE"
+
+CONNECTION_PREFIX = "mcp-"
+META_PARENT = "dev.mcpx/parent-session"
+META_CWD = "dev.mcpx/cwd"
+META_RESTARTED = "dev.mcpx/restarted"
+META_RELATED_TASK = "io.modelcontextprotocol/related-task"
+# Keys of `_meta` that belong to one hop; everything else crosses untouched.
+HOP_META = frozenset("io.modelcontextprotocol/" + name for name in (
+    "protocolVersion", "clientInfo", "clientCapabilities", "logLevel", "subscriptionId",
+    "serverInfo"))
+
+LIST_METHODS = {"tools/list": "tools", "prompts/list": "prompts", "resources/list": "resources",
+                "resources/templates/list": "resourceTemplates"}
+# Which declared capability offers a list.
+LIST_CAPABILITY = {"tools": "tools", "prompts": "prompts", "resources": "resources",
+                   "resourceTemplates": "resources"}
+
+
+# ---------------------------------------------------------------------------
+# Errors: whose fault, and so what happens
+#
+# Nothing here prints. `assert` is for mistakes of ours and never for input.
+# ---------------------------------------------------------------------------
+
+class UsageError(Exception):
+    """A person asked for something that cannot be; the text says what to do. Exit status 2."""
+
+
+class ConfigError(UsageError):
+    """The configuration has a mistake. `where` names file, line and key."""
+
+    def __init__(self, where, text):
+        super().__init__("%s: %s" % (where, text))
+
+
+class RpcError(Exception):
+    """What a peer is answered: a JSON-RPC error with `code`, message and optional `data`."""
+
+    def __init__(self, code, message, data=None):
+        super().__init__(message)
+        self.code, self.message, self.data = code, message, data
+
+    def as_object(self):
+        """The `error` member of an answer."""
+        error = {"code": self.code, "message": self.message}
+        if self.data is not None:
+            error["data"] = self.data
+        return error
+
+
+class StreamLost(RpcError):
+    """A request may or may not have been carried out: its child, daemon or stream is gone.
+
+    The contract with programs is `data.mcpxStreamLost`, never the code or the message.
+    """
+
+    def __init__(self, message):
+        super().__init__(STREAM_LOST, message, dict(STREAM_LOST_DATA))
+
+
+class StartFailed(RpcError):
+    """A server could not be started, or ended before it was ready; says why."""
+
+    def __init__(self, message, data=None):
+        super().__init__(INTERNAL_ERROR, message, data)
+
+
+class LimitReached(RpcError):
+    """A bound was reached; the message names the setting that holds it."""
+
+    def __init__(self, message):
+        super().__init__(INTERNAL_ERROR, message)
+
+
+# ---------------------------------------------------------------------------
+# Wire: where a message ends; is it a call, an answer, a notification
+#
+# Bytes and JSON only: no descriptors, no clock, no method names. Never raises anything
+# but RpcError for what a peer sent.
+# ---------------------------------------------------------------------------
+
+class Oversize:
+    """Stands in for a line over the limit: its first bytes and its whole size so far."""
+
+    __slots__ = ("head", "size")
+
+    def __init__(self, head, size):
+        self.head, self.size = head, size
+
+
+class LineBuffer:
+    """Cuts a byte stream into lines; pieces may be cut anywhere.
+
+    A line longer than `limit` bytes is not kept: an `Oversize` takes its place in the
+    result once its end has been seen, so memory stays bounded and the next line works.
+    """
+
+    def __init__(self, limit):
+        self.limit = limit
+        self._parts = []
+        self._size = 0
+        self._oversize = None
+
+    def feed(self, data):
+        """Return the lines (bytes without line end, or Oversize) that `data` completes."""
+        if b"\n" not in data:
+            self._keep(data)
+            return []
+        first, *rest = data.split(b"\n")
+        self._keep(first)
+        lines = [self._take()]
+        if rest:
+            tail = rest.pop()
+            lines += rest if len(data) <= self.limit else [self._check(line) for line in rest]
+            if tail:
+                self._keep(tail)
+        return lines
+
+    def rest(self):
+        """Return what came after the last line end, once the stream has ended."""
+        return self._take() if self._size else b""
+
+    @property
+    def partial(self):
+        """Bytes of the unfinished line, also those that were not kept."""
+        return self._size
+
+    def _keep(self, data):
+        self._size += len(data)
+        if self._oversize is not None:
+            self._oversize.size = self._size
+        elif self._size > self.limit:
+            self._parts.append(data)
+            head = b"".join(part[:OVERSIZE_HEAD_BYTES] for part in self._parts[:8])
+            self._oversize = Oversize(head[:OVERSIZE_HEAD_BYTES], self._size)
+            self._parts = []
+        elif data:
+            self._parts.append(data)
+
+    def _take(self):
+        parts, oversize = self._parts, self._oversize
+        self._parts, self._size, self._oversize = [], 0, None
+        if oversize is not None:
+            return oversize
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _check(self, line):
+        return line if len(line) <= self.limit else Oversize(line[:OVERSIZE_HEAD_BYTES], len(line))
+
+
+def _refuse_constant(name):
+    raise ValueError("%s is not JSON" % name)
+
+
+_decode = None
+
+
+def parse_json(line):
+    """Return the value of one line of JSON. Raises RpcError(PARSE_ERROR) with the reason.
+
+    Stricter than `json.loads`: the bytes must be UTF-8 and NaN or Infinity is refused, as
+    the peer at the other side may be strict. A byte-order mark is tolerated.
+    """
+    global _decode
+    if _decode is None:
+        _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+    try:
+        if line[:3] == b"\xef\xbb\xbf":
+            line = line[3:]
+        return _decode(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise RpcError(PARSE_ERROR, "Parse error: not UTF-8 at byte %d" % error.start)
+    except RecursionError:
+        raise RpcError(PARSE_ERROR, "Parse error: nested too deeply")
+    except ValueError as error:
+        raise RpcError(PARSE_ERROR, "Parse error: %s" % str(error)[:200])
+
+
+_encode = None
+
+
+def encode_json(value):
+    """Return `value` as one line of compact JSON, as bytes without a line end.
+
+    A lone surrogate, which UTF-8 has no bytes for, goes out as the escape it came in as.
+    """
+    global _encode
+    if _encode is None:
+        _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+    try:
+        return _encode(value).encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    except (ValueError, RecursionError) as error:
+        # 1e999 is a JSON number that Python reads as infinity and cannot write again.
+        raise RpcError(INTERNAL_ERROR, "cannot pass this message on: %s" % error)
+
+
+def is_valid_id(value):
+    """Is this a request id of MCP: a string or an integer, never null?
+
+    MCP 2025-11-25, basic/index: requests carry a string or integer id.
+    """
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def message_kind(message):
+    """Return "request", "notification" or "answer". Raises RpcError(INVALID_REQUEST).
+
+    JSON-RPC 2.0, sections 4 and 5.
+    """
+    if not isinstance(message, dict) or message.get("jsonrpc") != "2.0":
+        raise RpcError(INVALID_REQUEST, 'Invalid Request: not an object with "jsonrpc": "2.0"')
+    if "method" in message:
+        if not isinstance(message["method"], str):
+            raise RpcError(INVALID_REQUEST, "Invalid Request: method is not a string")
+        if not isinstance(message.get("params", {}), dict):
+            raise RpcError(INVALID_REQUEST, "Invalid Request: params is not an object")
+        if "id" not in message:
+            return "notification"
+        if not is_valid_id(message["id"]):
+            raise RpcError(INVALID_REQUEST, "Invalid Request: id is neither a string nor an integer")
+        return "request"
+    if "result" in message or "error" in message:
+        if "id" not in message:
+            raise RpcError(INVALID_REQUEST, "Invalid Request: an answer without id")
+        return "answer"
+    raise RpcError(INVALID_REQUEST, "Invalid Request: neither method nor result nor error")
+
+
+_ID_PATTERN = None
+
+
+def guess_id(head):
+    """Return the request id that the start of an unreadable line shows, or None.
+
+    Used only to address an error to the one who waits; a wrong guess would hit another
+    request, so nothing but a top-level-looking member near the start counts.
+    """
+    global _ID_PATTERN
+    if _ID_PATTERN is None:
+        _ID_PATTERN = re.compile(rb'^\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?(?:"method"\s*:\s*"[^"\\]*"\s*,\s*)?'
+                                 rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*[,}]')
+    match = _ID_PATTERN.match(head)
+    if match is None:
+        return None
+    try:
+        return parse_json(match.group(1))
+    except RpcError:
+        return None
+
+
+_SPLICE_PATTERN = None
+
+
+def with_id(line, message, new_id):
+    """Return `line` with the message's id replaced, byte for byte the same elsewhere.
+
+    `message` is the parsed line. Numbers keep their spelling and large results are not
+    encoded again. Only where the id member can be told beyond doubt (the text `"id"`
+    occurs once, so no other member and no string can be meant) are bytes replaced.
+    """
+    global _SPLICE_PATTERN
+    if line.count(b'"id"') == 1:
+        if _SPLICE_PATTERN is None:
+            _SPLICE_PATTERN = re.compile(rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*(?=[,}])')
+        match = _SPLICE_PATTERN.search(line)
+        if match and match.group(1) == encode_json(message["id"]):
+            line = line[3:] if line[:3] == b"\xef\xbb\xbf" else line
+            match = _SPLICE_PATTERN.search(line)
+            return b"".join((line[:match.start(1)], encode_json(new_id), line[match.end(1):]))
+    return encode_json(dict(message, id=new_id))
+
+
+def answer_line(host_id, result_bytes):
+    """Return an answer whose `result` is already encoded: lists are kept that way."""
+    return b'{"jsonrpc":"2.0","id":%s,"result":%s}' % (encode_json(host_id), result_bytes)
+
+
+def result_message(host_id, result):
+    """Return the answer object that carries `result`."""
+    return {"jsonrpc": "2.0", "id": host_id, "result": result}
+
+
+def error_message(host_id, error):
+    """Return the answer object for an RpcError; `host_id` None where no id could be read.
+
+    JSON-RPC 2.0, section 5: the id is null when it could not be told.
+    """
+    return {"jsonrpc": "2.0", "id": host_id, "error": error.as_object()}
+
+
+def notification(method, params=None):
+    """Return a notification object."""
+    message = {"jsonrpc": "2.0", "method": method}
+    if params is not None:
+        message["params"] = params
+    return message
+
+
+# ---------------------------------------------------------------------------
+# Revisions: what does revision R have; how is X spelled there
+#
+# Pure: a table and copies. A stored value is never edited. Inside mcpx every object has
+# the newest shape; an edge spells it for its peer, once, and not at all where both sides
+# speak the same revision. The modern column is part of the table.
+# ---------------------------------------------------------------------------
+
+R24, R03, R18, R25, RM = range(5)
+RANK = {revision: rank for rank, revision in enumerate(REVISIONS)}
+
+# Members by object type: name -> (first revision, last revision, type of the value).
+# A type in a list means "array of". Members that every revision has are listed only
+# where their value has a type of its own. Read off schema/<revision>/schema.ts.
+TYPES = {
+    "InitializeResult": {
+        "capabilities": (R24, RM, "ServerCapabilities"), "serverInfo": (R24, RM, "Implementation"),
+        "resultType": (RM, RM, None)},
+    "Implementation": {
+        "title": (R18, RM, None), "icons": (R25, RM, None), "description": (R25, RM, None),
+        "websiteUrl": (R25, RM, None)},
+    "ServerCapabilities": {"completions": (R03, RM, None), "tasks": (R25, R25, None)},
+    "ClientCapabilities": {
+        "elicitation": (R18, RM, "ElicitationCapability"), "sampling": (R24, RM, "SamplingCapability"),
+        "roots": (R24, RM, "RootsCapability"), "tasks": (R25, R25, None)},
+    "ElicitationCapability": {"form": (R25, RM, None), "url": (R25, RM, None)},
+    "SamplingCapability": {"tools": (R25, RM, None), "context": (R25, RM, None)},
+    "RootsCapability": {"listChanged": (R24, R25, None)},
+    "Result": {"resultType": (RM, RM, None)},
+    "ToolList": {"tools": (R24, RM, ["Tool"]), "ttlMs": (RM, RM, None), "cacheScope": (RM, RM, None),
+                 "resultType": (RM, RM, None)},
+    "PromptList": {"prompts": (R24, RM, ["Prompt"]), "ttlMs": (RM, RM, None),
+                   "cacheScope": (RM, RM, None), "resultType": (RM, RM, None)},
+    "ResourceList": {"resources": (R24, RM, ["Resource"]), "ttlMs": (RM, RM, None),
+                     "cacheScope": (RM, RM, None), "resultType": (RM, RM, None)},
+    "TemplateList": {"resourceTemplates": (R24, RM, ["Resource"]), "ttlMs": (RM, RM, None),
+                     "cacheScope": (RM, RM, None), "resultType": (RM, RM, None)},
+    "Tool": {
+        "title": (R18, RM, None), "outputSchema": (R18, RM, None), "icons": (R25, RM, None),
+        "annotations": (R03, RM, None), "execution": (R25, R25, None), "_meta": (R18, RM, None)},
+    "Prompt": {
+        "title": (R18, RM, None), "icons": (R25, RM, None), "_meta": (R18, RM, None),
+        "arguments": (R24, RM, ["PromptArgument"])},
+    "PromptArgument": {"title": (R18, RM, None)},
+    # Resource, ResourceTemplate and resource_link have the same members.
+    "Resource": {
+        "title": (R18, RM, None), "icons": (R25, RM, None), "_meta": (R18, RM, None),
+        "annotations": (R24, RM, "Annotations")},
+    "Annotations": {"lastModified": (R18, RM, None)},
+    "CallToolResult": {
+        "content": (R24, RM, ["Content"]), "structuredContent": (R18, RM, None),
+        "resultType": (RM, RM, None)},
+    "PromptResult": {"messages": (R24, RM, ["PromptMessage"]), "resultType": (RM, RM, None)},
+    "PromptMessage": {"content": (R24, RM, "Content")},
+    "ReadResult": {"contents": (R24, RM, ["ResourceContents"]), "ttlMs": (RM, RM, None),
+                   "cacheScope": (RM, RM, None), "resultType": (RM, RM, None)},
+    "ResourceContents": {"_meta": (R18, RM, None)},
+    "Content": {
+        "annotations": (R24, RM, "Annotations"), "_meta": (R18, RM, None),
+        "resource": (R24, RM, "ResourceContents"), "icons": (R25, RM, None),
+        "title": (R18, RM, None)},
+    "ProgressParams": {"message": (R03, RM, None)},
+    # Questions, upstream to host.
+    "ElicitParams": {"mode": (R25, RM, None), "elicitationId": (R25, R25, None),
+                     "task": (R25, R25, None)},
+    "SampleParams": {
+        "messages": (R24, RM, ["SamplingMessage"]), "tools": (R25, RM, ["Tool"]),
+        "toolChoice": (R25, RM, None), "task": (R25, R25, None)},
+    "SamplingMessage": {"content": (R24, RM, "SamplingContent"), "_meta": (R25, RM, None)},
+    "SamplingContent": {"annotations": (R24, RM, "Annotations"), "_meta": (R18, RM, None)},
+    # Requests and answers, host to upstream.
+    "CallParams": {"task": (R25, R25, None)},
+    "CompleteParams": {"context": (R18, RM, None), "ref": (R24, RM, "PromptReference")},
+    "PromptReference": {"title": (R18, RM, None)},
+    "RootsResult": {"roots": (R24, RM, ["Root"])},
+    "Root": {"_meta": (R18, RM, None)},
+    "SampleResult": {"content": (R24, RM, "SamplingContent")},
+}
+
+# Which type a result, a request's params or a notification's params has.
+RESULT_TYPES = {
+    "initialize": "InitializeResult", "tools/list": "ToolList", "prompts/list": "PromptList",
+    "resources/list": "ResourceList", "resources/templates/list": "TemplateList",
+    "tools/call": "CallToolResult", "prompts/get": "PromptResult", "resources/read": "ReadResult",
+    "roots/list": "RootsResult", "sampling/createMessage": "SampleResult"}
+PARAMS_TYPES = {
+    "tools/call": "CallParams", "completion/complete": "CompleteParams",
+    "elicitation/create": "ElicitParams", "sampling/createMessage": "SampleParams",
+    "notifications/progress": "ProgressParams"}
+
+# Methods by direction: name -> (first revision, last revision). What is not here, or not
+# in a peer's revision, is neither sent to it nor taken from it.
+HOST_METHODS = {
+    "initialize": (R24, R25), "ping": (R24, R25), "server/discover": (RM, RM),
+    "tools/list": (R24, RM), "tools/call": (R24, RM), "prompts/list": (R24, RM),
+    "prompts/get": (R24, RM), "resources/list": (R24, RM), "resources/templates/list": (R24, RM),
+    "resources/read": (R24, RM), "resources/subscribe": (R24, R25),
+    "resources/unsubscribe": (R24, R25), "subscriptions/listen": (RM, RM),
+    "completion/complete": (R24, RM), "logging/setLevel": (R24, R25), "tasks/get": (R25, RM),
+    "tasks/cancel": (R25, RM), "tasks/result": (R25, R25), "tasks/list": (R25, R25),
+    "tasks/update": (RM, RM)}
+UPSTREAM_METHODS = {
+    "ping": (R24, R25), "roots/list": (R24, R25), "sampling/createMessage": (R24, R25),
+    "elicitation/create": (R18, R25)}
+UPSTREAM_NOTIFICATIONS = {
+    "notifications/cancelled": (R24, RM), "notifications/progress": (R24, RM),
+    "notifications/message": (R24, RM), "notifications/tools/list_changed": (R24, RM),
+    "notifications/prompts/list_changed": (R24, RM),
+    "notifications/resources/list_changed": (R24, RM),
+    "notifications/resources/updated": (R24, RM), "notifications/elicitation/complete": (R25, R25),
+    "notifications/tasks/status": (R25, R25), "notifications/tasks": (RM, RM),
+    "notifications/subscriptions/acknowledged": (RM, RM)}
+
+
+def has_method(table, method, revision):
+    """Does `revision` have this method in the direction of `table`?"""
+    span = table.get(method)
+    return span is not None and span[0] <= RANK[revision] <= span[1]
+
+
+def spell(type_name, value, rank):
+    """Return `value`, an object of type `type_name`, without what revision `rank` lacks.
+
+    Nothing is edited: where something has to go, the objects on the way to it are copied.
+    Members that no revision defines pass, as results are open objects in all of them.
+    """
+    if isinstance(value, list):
+        # Sampling content is one block or, since 2025-11-25, an array of them.
+        return _spell_list(type_name, value, rank)
+    if not isinstance(value, dict):
+        return value
+    fields = TYPES[type_name]
+    copy = None
+    for name in value.keys() & fields.keys():
+        first, last, inner = fields[name]
+        if not first <= rank <= last:
+            copy = dict(value) if copy is None else copy
+            del copy[name]
+        elif inner is not None:
+            old = value[name]
+            new = _spell_list(inner[0], old, rank) if isinstance(inner, list) else spell(inner, old, rank)
+            if new is not old:
+                copy = dict(value) if copy is None else copy
+                copy[name] = new
+    substitute = SUBSTITUTES.get(type_name)
+    if substitute is None:
+        return value if copy is None else copy
+    return substitute(value, value if copy is None else copy, rank)
+
+
+def _spell_list(type_name, values, rank):
+    if not isinstance(values, list):
+        return values
+    spelled = [spell(type_name, value, rank) for value in values]
+    return values if all(map(_is, spelled, values)) else spelled
+
+
+def _is(one, other):
+    return one is other
+
+
+def _tool_for(original, copy, rank):
+    """A tool's display name moves into its annotations where `title` is not known yet."""
+    title = original.get("title")
+    if rank == R03 and title and not (original.get("annotations") or {}).get("title"):
+        copy = dict(copy, annotations=dict(copy.get("annotations") or {}, title=title))
+    schema = copy.get("outputSchema")
+    if rank < RM and schema is not None and (not isinstance(schema, dict) or schema.get("type") != "object"):
+        # MCP 2026-07-28, server/tools: any root type; before, the root is an object.
+        copy = {name: value for name, value in copy.items() if name != "outputSchema"}
+    return copy
+
+
+def _content_for(original, copy, rank):
+    """A content block of a kind that the revision lacks becomes one that it has."""
+    kind = original.get("type")
+    if kind == "audio" and rank < R03:
+        return {"type": "resource", "resource": {
+            "uri": "mcpx:audio", "mimeType": original.get("mimeType", "application/octet-stream"),
+            "blob": original.get("data", "")}}
+    if kind == "resource_link" and rank < R18:
+        parts = [original.get(name) for name in ("name", "uri", "mimeType", "description")]
+        return {"type": "text", "text": " ".join(str(part) for part in parts if part)}
+    return copy
+
+
+def _call_result_for(original, copy, rank):
+    """Structured content that a host cannot see is still there as text."""
+    structured = original.get("structuredContent")
+    if structured is None:
+        return copy
+    if RM > rank >= R18 and not isinstance(structured, dict):
+        copy = {name: value for name, value in copy.items() if name != "structuredContent"}
+    if "structuredContent" in copy:
+        return copy
+    content = copy.get("content") or []
+    if any(isinstance(block, dict) and block.get("type") == "text" for block in content):
+        return copy
+    text = encode_json(structured).decode("utf-8")
+    return dict(copy, content=list(content) + [{"type": "text", "text": text}])
+
+
+def _elicit_params_for(original, copy, rank):
+    """A form for a 2025-06-18 host: plain enums, and defaults for booleans only."""
+    schema = copy.get("requestedSchema")
+    if rank >= R25 or not isinstance(schema, dict):
+        return copy
+    schema = {name: value for name, value in schema.items() if name != "$schema"}
+    properties = schema.get("properties")
+    if isinstance(properties, dict):
+        schema["properties"] = {name: _form_field_for_18(field) for name, field in properties.items()}
+    return dict(copy, requestedSchema=schema)
+
+
+def _form_field_for_18(field):
+    if not isinstance(field, dict):
+        return field
+    field = dict(field)
+    if field.get("type") != "boolean":
+        field.pop("default", None)
+    titled = field.pop("oneOf", None)
+    if isinstance(titled, list):
+        field["enum"] = [choice.get("const") for choice in titled if isinstance(choice, dict)]
+        field["enumNames"] = [choice.get("title") for choice in titled if isinstance(choice, dict)]
+    return field
+
+
+def _sample_params_for(original, copy, rank):
+    """Several blocks in one message become consecutive messages of the same role."""
+    messages = copy.get("messages")
+    if rank >= R25 or not isinstance(messages, list):
+        return copy
+    if not any(isinstance(m, dict) and isinstance(m.get("content"), list) for m in messages):
+        return copy
+    flat = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        blocks = content if isinstance(content, list) else [content]
+        flat += [dict(message, content=block) for block in blocks]
+    return dict(copy, messages=flat)
+
+
+SUBSTITUTES = {
+    "Tool": _tool_for, "Content": _content_for, "CallToolResult": _call_result_for,
+    "ElicitParams": _elicit_params_for, "SampleParams": _sample_params_for}
+
+
+def spell_result(method, result, revision):
+    """Return the result of `method` as a peer of `revision` knows it."""
+    return spell(RESULT_TYPES.get(method, "Result"), result, RANK[revision])
+
+
+def spell_params(method, params, revision):
+    """Return the params of a request or notification as a peer of `revision` knows them."""
+    type_name = PARAMS_TYPES.get(method)
+    return params if type_name is None else spell(type_name, params, RANK[revision])
+
+
+def spell_error(error, revision):
+    """Return an error object as a host of `revision` knows it.
+
+    MCP 2025-11-25, client/elicitation: -32042 asks for URLs; older hosts have no such
+    code, so they get the addresses as text. MCP 2026-07-28, server/resources: a missing
+    resource is -32602 there and -32002 before.
+    """
+    if error.get("code") == -32042 and RANK[revision] < R25:
+        data = error.get("data") if isinstance(error.get("data"), dict) else {}
+        urls = [e.get("url") for e in data.get("elicitations") or () if isinstance(e, dict)]
+        text = " ".join([str(error.get("message", ""))] + [str(url) for url in urls if url])
+        return {"code": INTERNAL_ERROR, "message": text}
+    return error
+
+
+def refusal_of_question(method, params, revision):
+    """Return the RpcError for a question that `revision` cannot show at all, or None."""
+    rank = RANK[revision]
+    if not has_method(UPSTREAM_METHODS, method, revision):
+        return RpcError(METHOD_NOT_FOUND, "the host's revision %s has no %s" % (revision, method))
+    if method == "elicitation/create" and rank < R25:
+        if params.get("mode") == "url":
+            return RpcError(INVALID_PARAMS, "the host's revision %s has no URL elicitation" % revision)
+        schema = params.get("requestedSchema")
+        fields = schema.get("properties") if isinstance(schema, dict) else None
+        for field in (fields or {}).values() if isinstance(fields, dict) else ():
+            if isinstance(field, dict) and field.get("type") == "array":
+                return RpcError(INVALID_PARAMS, "the host's revision %s has no multiple choice" % revision)
+    if method == "sampling/createMessage":
+        kinds = _sampling_kinds(params)
+        if rank < R03 and "audio" in kinds:
+            return RpcError(INVALID_PARAMS, "the host's revision %s has no audio" % revision)
+        if rank < R25 and (params.get("tools") or kinds & {"tool_use", "tool_result"}):
+            return RpcError(INVALID_PARAMS, "the host's revision %s has no tools in sampling" % revision)
+    return None
+
+
+def _sampling_kinds(params):
+    kinds = set()
+    for message in params.get("messages") or ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for block in content if isinstance(content, list) else [content]:
+            if isinstance(block, dict):
+                kinds.add(block.get("type"))
+    return kinds
+
+
+def covers(capabilities, method, params):
+    """Can a host with these capabilities be asked this question?
+
+    MCP 2025-11-25, client/elicitation and client/sampling: an empty `elicitation` means
+    forms only; tools and context need their own sub-capabilities.
+    """
+    if method == "roots/list":
+        return "roots" in capabilities
+    if method == "sampling/createMessage":
+        sampling = capabilities.get("sampling")
+        return isinstance(sampling, dict) and (not params.get("tools") or "tools" in sampling)
+    if method == "elicitation/create":
+        elicitation = capabilities.get("elicitation")
+        if not isinstance(elicitation, dict):
+            return False
+        if params.get("mode") == "url":
+            return "url" in elicitation
+        return "form" in elicitation or "url" not in elicitation
+    return False
+
+
+def strip_hop_meta(params):
+    """Return params without the `_meta` members that belong to the hop they came over."""
+    meta = params.get("_meta") if isinstance(params, dict) else None
+    if not isinstance(meta, dict) or HOP_META.isdisjoint(meta):
+        return params
+    kept = {name: value for name, value in meta.items() if name not in HOP_META}
+    return dict(params, _meta=kept)
+
+
+def negotiate(requested):
+    """Return the revision to answer an `initialize` with.
+
+    MCP 2025-11-25, basic/lifecycle: the requested one if served, else our newest that is
+    negotiated by handshake; 2026-07-28 never is.
+    """
+    return requested if requested in LEGACY_REVISIONS else LATEST_LEGACY
+
+
+def declared_capabilities(capabilities, revision, confined):
+    """Return what a legacy server is told that its client can do.
+
+    Never more than the starting host declared. `roots` only where the instance is
+    `confined` to one host or directory: servers replace what they allow by the roots of
+    whoever came first. Tasks in the direction upstream to host are not carried.
+    """
+    declared = spell("ClientCapabilities", capabilities, RANK[revision])
+    dropped = {"tasks"} if confined else {"tasks", "roots"}
+    return {name: value for name, value in declared.items()
+            if name not in dropped and isinstance(value, dict)}
+
+
+# ---------------------------------------------------------------------------
+# Identity and scopes: who asks; which instance is theirs
+#
+# Reads `.git` files and directories and nothing else: no processes, no settings. Nothing
+# is ever filled in from this process's own pid, cwd or environment.
+# ---------------------------------------------------------------------------
+
+SCOPES = ("global", "repo", "worktree", "cwd", "session", "parent-session", "pid", "call")
+# Instances of these scopes belong to one host, so they get that host's environment.
+PRIVATE_SCOPES = frozenset(("session", "parent-session", "pid", "call"))
+# Scopes that confine an instance to one host or one directory.
+CONFINED_SCOPES = PRIVATE_SCOPES | {"cwd", "worktree"}
+
+
+class Place:
+    """A directory and what git says of it; None where there is nothing, or it cannot be told.
+
+    `cwd` canonical path; `worktree` top of the work tree; `repo` the common git directory,
+    the same for all work trees of a clone; `reason` why something is None.
+    """
+
+    __slots__ = ("cwd", "worktree", "repo", "reason")
+
+    def __init__(self, cwd=None, worktree=None, repo=None, reason="no working directory is known"):
+        self.cwd, self.worktree, self.repo, self.reason = cwd, worktree, repo, reason
+
+    def as_dict(self):
+        """The members by name, as a shim sends them."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def find_place(path, not_work=()):
+    """Return the Place of a directory.
+
+    `not_work` are directories where programs are started rather than where work is (home,
+    the temporary directory); they and `/` count as unknown. A git process is never started.
+    """
+    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
+        return Place(reason="not an absolute path")
+    try:
+        cwd = os.path.realpath(path)
+        if not os.path.isdir(cwd):
+            return Place(reason="%s is not a directory" % printable(path))
+    except OSError as error:
+        return Place(reason="%s cannot be told: %s" % (printable(path), error.strerror))
+    if cwd in {"/", "/tmp", "/var/tmp", "/private/tmp"} | {os.path.realpath(p) for p in not_work if p}:
+        return Place(reason="%s is where programs are started, not where work is" % printable(cwd))
+    try:
+        worktree, repo = _find_git(cwd)
+    except OSError as error:
+        return Place(cwd, reason="the repository cannot be told: %s" % error.strerror)
+    reason = None if worktree else ("a bare repository" if repo else "not a repository")
+    return Place(cwd, worktree, repo, reason)
+
+
+def _find_git(cwd):
+    """Return (top of the work tree, common git directory), each None where there is none."""
+    directory = cwd
+    while True:
+        if _is_git_directory(directory):
+            return None, _common_directory(directory)
+        dot_git = os.path.join(directory, ".git")
+        if _exists(dot_git):
+            git_directory = dot_git if os.path.isdir(dot_git) else _linked_git_directory(directory, dot_git)
+            if git_directory and _is_git_directory(git_directory):
+                return directory, _common_directory(os.path.realpath(git_directory))
+        parent = os.path.dirname(directory)
+        if parent == directory:
+            return None, None
+        directory = parent
+
+
+def _exists(path):
+    try:
+        os.stat(path)
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_git_directory(path):
+    """A git directory has HEAD and either objects and refs or, linked, a commondir file."""
+    if not _exists(os.path.join(path, "HEAD")):
+        return False
+    return _exists(os.path.join(path, "commondir")) or (
+        _exists(os.path.join(path, "objects")) and _exists(os.path.join(path, "refs")))
+
+
+def _common_directory(git_directory):
+    common = _first_line(os.path.join(git_directory, "commondir"))
+    return os.path.realpath(os.path.join(git_directory, common)) if common else os.path.realpath(git_directory)
+
+
+def _linked_git_directory(directory, dot_git):
+    """Return where a `.git` file points, if what it points at points back, else None.
+
+    A linked work tree's git directory names the `.git` file; a submodule's names the work
+    tree in its config. Without that check anybody's `.git` file could claim a repository.
+    """
+    line = _first_line(dot_git)
+    if not line.startswith("gitdir:"):
+        return None
+    git_directory = os.path.realpath(os.path.join(directory, line[len("gitdir:"):].strip()))
+    back = _first_line(os.path.join(git_directory, "gitdir"))
+    if back:
+        back = os.path.realpath(os.path.join(git_directory, back))
+        return git_directory if back == os.path.realpath(dot_git) else None
+    worktree = _core_worktree(os.path.join(git_directory, "config"))
+    if worktree and os.path.realpath(os.path.join(git_directory, worktree)) == os.path.realpath(directory):
+        return git_directory
+    return None
+
+
+def _first_line(path):
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return file.readline(8192).strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+
+
+def _core_worktree(config_path):
+    try:
+        with open(config_path, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read(65536).splitlines()
+    except FileNotFoundError:
+        return None
+    section = ""
+    for line in lines:
+        line = line.strip()
+        if line.startswith("["):
+            section = line.strip("[]").strip().lower()
+        elif section == "core" and "=" in line:
+            name, value = line.split("=", 1)
+            if name.strip().lower() == "worktree":
+                return value.strip().strip('"')
+    return None
+
+
+def printable(text):
+    """Return text with everything that could steer a terminal shown as an escape."""
+    return "".join(c if c.isprintable() else "\\x%02x" % ord(c) if ord(c) < 256 else "\\u%04x" % ord(c)
+                   for c in str(text))
+
+
+def check_session_name(name, where):
+    """Return `name` if a caller may call itself that. Raises RpcError that says what is wrong."""
+    if len(name) > MAX_NAME_CHARS:
+        raise RpcError(INVALID_PARAMS, "%s: a session name has at most %d characters" % (where, MAX_NAME_CHARS))
+    if not name.isprintable():
+        raise RpcError(INVALID_PARAMS, "%s: a session name has printable characters only" % where)
+    if name.startswith(CONNECTION_PREFIX):
+        raise RpcError(INVALID_PARAMS, "%s: names that start with %s belong to connections; choose another"
+                       % (where, CONNECTION_PREFIX))
+    return name
+
+
+class Identity:
+    """Who a request is from. One per request; `call` is fresh for each.
+
+    source  "process", "command" or "named"
+    session the session's id, or None; `named` says a caller chose it, so that it may be
+            met from elsewhere, where an id made from a connection ends with that
+    parent  the parent session's id, or None
+    place   the Place; pid and started from the peer's credentials, or None
+    """
+
+    __slots__ = ("source", "session", "named", "parent", "place", "pid", "started", "call")
+
+    def __init__(self, source, session=None, named=False, parent=None, place=None, pid=None,
+                 started=None, call=None):
+        self.source, self.session, self.named, self.parent = source, session, named, parent
+        self.place, self.pid, self.started, self.call = place or Place(), pid, started, call
+
+    def with_meta(self, meta, session_keys, call, place=None):
+        """Return the identity of one request on this connection, given its `_meta`.
+
+        `session_keys` in order: the first whose value is a non-empty string names the
+        session; anything else counts as absent. `place` is the Place of the directory that
+        `dev.mcpx/cwd` names, if it does. Raises RpcError for a name that nobody may use.
+        """
+        session, named, source, parent = self.session, self.named, self.source, self.parent
+        for key in session_keys:
+            value = meta.get(key)
+            if isinstance(value, str) and value:
+                session, named, source = check_session_name(value, key), True, "named"
+                # The connection's parent is that of the connection's own session.
+                parent = None
+                break
+        value = meta.get(META_PARENT)
+        if isinstance(value, str) and value:
+            parent = check_session_name(value, META_PARENT)
+        return Identity(source, session, named, parent, place or self.place, self.pid, self.started, call)
+
+    def as_dict(self):
+        """What `mcpx why` and `status` show."""
+        return {"source": self.source, "session": self.session, "named": self.named,
+                "parent": self.parent, "cwd": self.place.cwd, "worktree": self.place.worktree,
+                "repo": self.place.repo, "pid": self.pid, "started": self.started}
+
+
+class Key:
+    """A scope key, and `degraded`: why it is narrower than the scope asked for, or None."""
+
+    __slots__ = ("text", "degraded")
+
+    def __init__(self, text, degraded=None):
+        self.text, self.degraded = text, degraded
+
+
+def scope_key(scope, identity):
+    """Return the Key of the instance that serves `identity` under `scope`.
+
+    Degrades only towards `call`: a process too many costs memory, sharing by accident
+    corrupts somebody's work.
+    """
+    return _SCOPE_RULES[scope](identity)
+
+
+def _call_key(identity, reason=None):
+    return Key("call:%s" % identity.call, reason)
+
+
+def _cwd_key(identity, reason=None):
+    if identity.place.cwd is None:
+        return _call_key(identity, identity.place.reason)
+    return Key("cwd:" + identity.place.cwd, reason)
+
+
+def _git_key(kind):
+    def rule(identity):
+        path = getattr(identity.place, kind)
+        return Key("%s:%s" % (kind, path)) if path else _cwd_key(identity, identity.place.reason)
+    return rule
+
+
+def _session_key(identity):
+    if identity.session is None:
+        return _call_key(identity, "the caller has no session")
+    return Key("session:" + identity.session)
+
+
+def _parent_key(identity):
+    return Key("session:" + identity.parent) if identity.parent else _session_key(identity)
+
+
+def _pid_key(identity):
+    if identity.pid is None or identity.started is None:
+        return _call_key(identity, "the caller's process is not known")
+    # Process ids are used again; the start time makes them unique.
+    return Key("pid:%d@%s" % (identity.pid, identity.started))
+
+
+_SCOPE_RULES = {
+    "global": lambda identity: Key("global"), "repo": _git_key("repo"),
+    "worktree": _git_key("worktree"), "cwd": _cwd_key, "session": _session_key,
+    "parent-session": _parent_key, "pid": _pid_key, "call": _call_key}
+
+
+# ---------------------------------------------------------------------------
+# Settings and config: what is in force, and where was it said
+#
+# One row per setting feeds checking, `mcpx settings`, the README's table and the reports
+# of the daemon; the rest of the code reads settings in force and never repeats a default.
+# May read files and the environment that it is given; opens no sockets.
+# ---------------------------------------------------------------------------
+
+class Setting:
+    """One row: name, kind of value, default, whether a change applies at once, meaning.
+
+    `per_server` settings may stand in a server's own `mcpx` object, or in the top one as
+    the default for all servers.
+    """
+
+    __slots__ = ("name", "kind", "default", "hot", "per_server", "meaning")
+
+    def __init__(self, name, kind, default, meaning, per_server=False, hot=True):
+        self.name, self.kind, self.default, self.meaning = name, kind, default, meaning
+        self.per_server, self.hot = per_server, hot
+
+
+SETTINGS = {row.name: row for row in (
+    Setting("scope", SCOPES, "session", "what callers of one instance have in common", True),
+    Setting("sharing", ("shared", "exclusive"), "shared",
+            "exclusive: one call at a time on an instance, the others queue", True),
+    Setting("idleTimeout", "duration", "15m",
+            "an instance without call, subscription or open task ends after this", True),
+    Setting("min", "count", 0, "instances of the server that idleTimeout leaves running", True),
+    Setting("max", "count", 16, "instances of the server at a time", True),
+    Setting("warm", "count", 0, "started processes kept ready for the next key", True),
+    Setting("coldWait", "duration", "20s",
+            "how long initialize and lists wait for a server never seen before", True),
+    Setting("startTimeout", "duration", "120s", "a server must have answered initialize by then", True),
+    Setting("queueTimeout", "duration", "60s", "how long a call waits for an instance", True),
+    Setting("callTimeout", "duration", "24h",
+            "a call without answer or progress for this long is cancelled", True),
+    Setting("cancelGrace", "duration", "10s",
+            "how long a cancelled call still counts on an exclusive instance", True),
+    Setting("pingAfter", "duration", "60s",
+            "silence with calls in flight after which a server is pinged", True),
+    Setting("pingTimeout", "duration", "0",
+            "an unanswered ping ends the instance after this; 0 only shows it in status", True),
+    Setting("protocol", ("auto", "follow", "modern", "legacy"), "auto",
+            "which era of MCP an instance is spoken to in", True),
+    Setting("inheritEnv", "names", [], "variables of the caller that shared instances get too", True),
+    Setting("envFile", "text", "", "file of NAME=VALUE lines for the environment", True),
+    Setting("keepProcesses", "names", [],
+            "patterns of command lines that are left alone when an instance ends", True),
+    Setting("question.timeout", "duration", "10m",
+            "an unanswered question of a server is cancelled after this", True),
+    Setting("transport.sessionMetaKeys", "names", ["dev.mcpx/session", "ai.opencode/sessionID"],
+            "names in _meta that name the session, in order"),
+    Setting("maxInstances", "count", 64, "instances of all servers together"),
+    Setting("keep", "duration", "15m",
+            "an instance whose session was named is not evicted for this long after its last use"),
+    Setting("idleExit", "duration", "10m",
+            "a daemon that was started by a shim ends after this without host and instance"),
+    Setting("drainTimeout", "duration", "5s", "how long an ending daemon waits for calls in flight"),
+    Setting("stop.eofGrace", "duration", "3s", "after closing a child's stdin, before SIGTERM"),
+    Setting("stop.termGrace", "duration", "3s", "after SIGTERM, before SIGKILL"),
+    Setting("backoff.first", "duration", "0.5s", "pause after a first failed start, doubled each time"),
+    Setting("backoff.max", "duration", "60s", "longest pause between starts"),
+    Setting("list.pageSize", "count", 1000, "entries of a list in one answer"),
+    Setting("limits.lineBytes", "size", "128MiB", "longest message, either direction"),
+    Setting("limits.hostQueueBytes", "size", "512MiB",
+            "a host that does not read is cut off at this much unread"),
+    Setting("limits.childQueueBytes", "size", "256MiB",
+            "a server that does not read gets no more calls at this much unread"),
+    Setting("limits.inFlight", "count", 2000, "requests of one host at a time"),
+    Setting("limits.waiting", "count", 2000, "calls that wait for one instance"),
+    Setting("limits.hosts", "count", 1024, "connected hosts"),
+    Setting("shim.drainTimeout", "duration", "10s",
+            "after its stdin ended, a shim waits this long for answers"),
+    Setting("shim.keepBytes", "size", "64MiB",
+            "unanswered requests a shim can repeat after the daemon died"),
+    Setting("log.level", ("debug", "info", "warning", "error"), "info", "what the daemon's log tells"),
+    Setting("log.maxBytes", "size", "5MiB", "a log file is rotated at this size", hot=False),
+    Setting("log.files", "count", 3, "rotated log files kept", hot=False),
+)}
+
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZES = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30,
+          "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "kb": 1000, "mb": 10 ** 6, "gb": 10 ** 9}
+
+
+def parse_setting(row, value):
+    """Return a setting's value in its unit (seconds, bytes). Raises ValueError that says what it takes."""
+    kind = row.kind
+    if isinstance(kind, tuple):
+        if value in kind:
+            return value
+        raise ValueError("takes one of %s" % ", ".join(kind))
+    if kind == "names":
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return list(value)
+        raise ValueError("takes a list of strings")
+    if kind == "text":
+        if isinstance(value, str):
+            return value
+        raise ValueError("takes a string")
+    if kind == "count":
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return value
+        raise ValueError("takes a whole number, 0 or more")
+    units, example = (_UNITS, '"500ms", "2s", "15m", "1h"') if kind == "duration" else (_SIZES, '"64MiB"')
+    amount = _parse_amount(value, units, "s" if kind == "duration" else "")
+    if amount is None:
+        raise ValueError("takes a %s such as %s" % (kind, example))
+    return amount if kind == "duration" else int(amount)
+
+
+def _parse_amount(value, units, default_unit):
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value) if 0 <= value < 1e15 else None
+    if not isinstance(value, str):
+        return None
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", value)
+    if not match or (match.group(2).lower() or default_unit) not in units:
+        return None
+    return float(match.group(1)) * units[match.group(2).lower() or default_unit]
+
+
+class ServerConfig:
+    """One entry of `mcpServers`, as written: nothing in it is expanded yet.
+
+    `broken` is the text of a mistake in this entry alone, or None; `own` the per-server
+    settings that it states.
+    """
+
+    __slots__ = ("name", "command", "args", "env", "cwd", "url", "headers", "env_file", "disabled",
+                 "own", "broken", "directory")
+
+    def __init__(self, name, directory):
+        self.name, self.directory = name, directory
+        self.command, self.args, self.env, self.cwd = "", [], {}, None
+        self.url, self.headers, self.env_file, self.disabled = None, {}, "", False
+        self.own, self.broken = {}, None
+
+    def comparable(self):
+        """Everything that, when it differs after a reload, makes it another server."""
+        return (self.command, self.args, self.env, self.cwd, self.url, self.headers, self.env_file,
+                self.disabled, self.own)
+
+
+class Config:
+    """A parsed configuration file: servers by name, and the settings it states."""
+
+    def __init__(self, path, servers=None, own=None):
+        self.path, self.servers, self.own = path, servers or {}, own or {}
+        self.notes = []      # what `config --check` mentions without calling it wrong
+
+    def get(self, name, server=None):
+        """Return the value in force of a setting, in its unit."""
+        if server is not None and name in server.own:
+            return server.own[name]
+        if name in self.own:
+            return self.own[name]
+        row = SETTINGS[name]
+        return parse_setting(row, row.default)
+
+    def source(self, name):
+        """Return where the value in force was said."""
+        return self.path if name in self.own else "default"
+
+
+def config_path(option, env):
+    """Return the absolute path of the configuration file; it need not exist."""
+    path = option or env.get("MCPX_CONFIG")
+    if not path:
+        path = os.path.join(xdg_directory("XDG_CONFIG_HOME", ".config", env), "mcpx", "config.json")
+    return os.path.realpath(os.path.expanduser(path))
+
+
+def xdg_directory(variable, fallback, env):
+    """Return an XDG base directory. Relative values are ignored, as its specification says."""
+    value = env.get(variable) or ""
+    if os.path.isabs(value):
+        return value
+    home = env.get("HOME") or ""
+    return os.path.join(home if os.path.isabs(home) else os.path.expanduser("~"), fallback)
+
+
+def state_directory(env):
+    """Return the directory of state: the same from a terminal, ssh, cron and a service."""
+    return os.path.join(xdg_directory("XDG_STATE_HOME", os.path.join(".local", "state"), env), "mcpx")
+
+
+def short_hash(text):
+    """Return 16 hex digits that tell paths apart (FNV-1a, 64 bits).
+
+    Not for secrets. `hashlib` would load OpenSSL into every shim for a file name.
+    """
+    value = 0xcbf29ce484222325
+    for byte in text.encode("utf-8", "surrogateescape"):
+        value = (value ^ byte) * 0x100000001b3 & 0xffffffffffffffff
+    return "%016x" % value
+
+
+def socket_path(config, env):
+    """Return where the daemon of a configuration listens when this environment starts it."""
+    runtime = env.get("XDG_RUNTIME_DIR") or ""
+    name = short_hash(config)[:12] + ".sock"
+    if os.path.isabs(runtime) and _is_private(runtime):
+        path = os.path.join(runtime, "mcpx", name)
+        if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+            return path
+    temporary = env.get("TMPDIR") or "/tmp"
+    path = os.path.join(temporary, "mcpx-%d" % os.getuid(), name)
+    if not os.path.isabs(path) or len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        path = os.path.join("/tmp", "mcpx-%d" % os.getuid(), name)
+    return path
+
+
+def _is_private(directory):
+    """Is this a directory of ours that nobody else may write to?"""
+    try:
+        info = os.stat(directory)
+    except OSError:
+        return False
+    return info.st_uid == os.getuid() and not info.st_mode & 0o022
+
+
+_COMMENT = r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/'
+_TRAILING_COMMA = r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])'
+
+
+def parse_config_text(text, path):
+    """Return the value of JSON with comments and trailing commas.
+
+    What is dropped is replaced by blanks, so that an error names the right line. Raises
+    ConfigError.
+    """
+    def blank(match):
+        token = match.group(0)
+        return token if token[0] == '"' else re.sub(r"[^\n]", " ", token)
+
+    def pairs(items):
+        names = [name for name, _ in items]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("%s, line %d, key %s" % (path, line_of(text, [name]), name),
+                                  "stands twice in one object; remove one")
+        return dict(items)
+
+    plain = re.sub(_COMMENT, blank, text.lstrip("\ufeff"), flags=re.S)
+    plain = re.sub(_TRAILING_COMMA, blank, plain)
+    try:
+        return json.loads(plain, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise ConfigError("%s, line %d, column %d" % (path, error.lineno, error.colno),
+                          "not valid JSON: %s" % error.msg)
+    except RecursionError:
+        raise ConfigError(path, "not valid JSON: nested too deeply")
+
+
+def line_of(text, keys):
+    """Return the line on which a chain of keys stands, as well as it can be told."""
+    position = 0
+    for key in keys:
+        found = text.find(json.dumps(key, ensure_ascii=False), position)
+        if found < 0:
+            break
+        position = found + 1
+    return text.count("\n", 0, position) + 1
+
+
+def load_config(path):
+    """Read a configuration file.
+
+    A mistake in one server's entry breaks that entry alone (`ServerConfig.broken`); every
+    other one raises ConfigError with file, line and key. A missing file is an error that
+    says what to write.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise ConfigError(path, 'there is no configuration; write one such as {"mcpServers": {"time": '
+                          '{"command": "uvx", "args": ["mcp-server-time"]}}}')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(path, "cannot be read: %s" % error)
+    return build_config(parse_config_text(text, path), path, text)
+
+
+def build_config(value, path, text=""):
+    """Check a parsed configuration and return the Config. Raises ConfigError."""
+    def where(*keys):
+        return "%s, line %d, key %s" % (path, line_of(text, keys), ".".join(keys))
+
+    if not isinstance(value, dict):
+        raise ConfigError(path, "the whole file must be one object")
+    servers_key, entries = _server_entries(value)
+    config = Config(path)
+    if not isinstance(entries, dict):
+        raise ConfigError(where(servers_key), "takes an object of servers by name")
+    top = value.get("mcpx", {})
+    if not isinstance(top, dict):
+        raise ConfigError(where("mcpx"), "takes an object of settings")
+    for name, setting in _flatten(top):
+        config.own[name] = _checked_setting(name, setting, where("mcpx", name), any_level=True)
+    for name, entry in entries.items():
+        server = ServerConfig(name, os.path.dirname(path))
+        config.servers[name] = server
+        try:
+            _fill_server(server, entry, lambda *keys: where(servers_key, name, *keys), config.notes)
+        except ConfigError as error:
+            server.broken = str(error)
+    return config
+
+
+def _server_entries(value):
+    """Return the object of servers and its key, in the dialects that hosts use."""
+    for key in ("mcpServers", "servers", "mcp"):
+        if key in value:
+            entries = value[key]
+            if key == "mcp" and isinstance(entries, dict) and isinstance(entries.get("servers"), dict):
+                entries = entries["servers"]
+            return key, entries
+    return "mcpServers", {}
+
+
+def _flatten(settings, prefix=""):
+    """Settings may be written "a.b": 1 or "a": {"b": 1}."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and prefix + name not in SETTINGS:
+            yield from _flatten(value, prefix + name + ".")
+        else:
+            yield prefix + name, value
+
+
+def _checked_setting(name, value, where, any_level):
+    row = SETTINGS.get(name)
+    if row is None:
+        import difflib
+        close = difflib.get_close_matches(name, SETTINGS, 1)
+        raise ConfigError(where, "there is no setting %s%s; `mcpx settings` lists them"
+                          % (name, "; did you mean %s?" % close[0] if close else ""))
+    if not any_level and not row.per_server:
+        raise ConfigError(where, "is a setting of the whole daemon; put it in the top \"mcpx\" object")
+    try:
+        return parse_setting(row, value)
+    except ValueError as error:
+        raise ConfigError(where, "%s, not %s" % (error, json.dumps(value)[:80]))
+
+
+_SERVER_KEYS = {"command", "args", "env", "environment", "cwd", "url", "headers", "envFile", "disabled",
+                "enabled", "mcpx", "type"}
+
+
+def _fill_server(server, entry, where, notes):
+    if not isinstance(entry, dict):
+        raise ConfigError(where(), "takes an object with command and args")
+    if not server.name or not server.name.isprintable() or set(server.name) & set("/,"):
+        raise ConfigError(where(), "a server's name is printable and has no / or ,")
+    command = entry.get("command", "")
+    if isinstance(command, list):
+        command, extra = (command[0] if command else ""), command[1:]
+    else:
+        extra = []
+    server.command, server.args = command, list(extra) + _typed(entry, "args", list, [], where)
+    server.env = _typed(entry, "env" if "env" in entry else "environment", dict, {}, where)
+    server.cwd, server.url = _typed(entry, "cwd", str, None, where), _typed(entry, "url", str, None, where)
+    server.headers = _typed(entry, "headers", dict, {}, where)
+    server.env_file = _typed(entry, "envFile", str, "", where)
+    server.disabled = bool(entry.get("disabled", False)) or entry.get("enabled") is False
+    settings = _typed(entry, "mcpx", dict, {}, where)
+    for name, value in _flatten(settings):
+        server.own[name] = _checked_setting(name, value, where("mcpx", name), any_level=False)
+    for name in sorted(entry.keys() - _SERVER_KEYS):
+        notes.append("%s: is not used by mcpx" % where(name))
+    for name, value in list(server.env.items()) + list(server.headers.items()):
+        if not isinstance(value, (str, int, float)):
+            raise ConfigError(where(name), "takes a string")
+    server.env = {name: str(value) for name, value in server.env.items()}
+    if not isinstance(command, str) or not all(isinstance(arg, str) for arg in server.args):
+        raise ConfigError(where("args"), "command and arguments are strings")
+    if not command and not server.url:
+        raise ConfigError(where(), "has neither command nor url")
+    if server.url:
+        raise ConfigError(where("url"), "servers behind a URL are not supported by this version; use a command")
+
+
+def _typed(entry, key, kind, default, where):
+    value = entry.get(key, default)
+    if value is not default and not isinstance(value, kind):
+        names = {list: "a list", dict: "an object", str: "a string"}
+        raise ConfigError(where(key), "takes %s" % names[kind])
+    return value
+
+
+_VARIABLE = r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\{env:([A-Za-z_][A-Za-z0-9_]*)\}"
+
+
+def expand_variables(text, env):
+    """Return `text` with ${VAR}, ${VAR:-default}, ${env:VAR} and {env:VAR} filled in.
+
+    Any other `$` stays. Raises StartFailed that names a variable which is not set.
+    """
+    def value(match):
+        name = match.group(1) or match.group(3)
+        if env.get(name):
+            return env[name]
+        if match.group(2) is not None:
+            return match.group(2)
+        if name in env:
+            return ""
+        raise StartFailed("environment variable %s is not set where the call came from; "
+                          "set it, or write ${%s:-default}" % (name, name))
+    return re.sub(_VARIABLE, value, text) if "{" in text else text
+
+
+def read_env_file(path):
+    """Return the variables of a file of NAME=VALUE lines; quotes around a value are dropped."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartFailed("envFile %s cannot be read: %s" % (path, error))
+    result = {}
+    for line in lines:
+        line = line.strip()
+        if line.startswith("export "):
+            line = line[7:]
+        name, equals, value = line.partition("=")
+        if equals and name.strip() and not line.startswith("#"):
+            value = value.strip()
+            if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+                value = value[1:-1]
+            result[name.strip()] = value
+    return result
+
+
+_BASE_NAMES = frozenset((
+    "HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR PATH DISPLAY WAYLAND_DISPLAY XAUTHORITY "
+    "DBUS_SESSION_BUS_ADDRESS SSH_AUTH_SOCK HTTP_PROXY HTTPS_PROXY NO_PROXY ALL_PROXY http_proxy "
+    "https_proxy no_proxy all_proxy SSL_CERT_FILE SSL_CERT_DIR NODE_EXTRA_CA_CERTS "
+    "REQUESTS_CA_BUNDLE CURL_CA_BUNDLE").split())
+
+
+def base_environment(env):
+    """Return the part of an environment that children shared by several hosts may see."""
+    return {name: value for name, value in env.items()
+            if name in _BASE_NAMES or name.startswith(("LC_", "XDG_"))}
+
+
+def safe_file_name(text):
+    """Return `text` in a form that is safe as one file name, and different for different texts."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", text)[:80]
+    if safe != text or safe.startswith((".", "-")) or not safe:
+        safe = "%s-%s" % (safe.lstrip(".-")[:60], short_hash(text)[:8])
+    return safe
+
+
+class Definition:
+    """A server's entry expanded for one caller and key: what is started, and its digest.
+
+    digest  HMAC over everything that makes callers differ, so that two callers with other
+            tokens, arguments or directories never meet; {tmpdir}, {port} and {id} stay out
+    shape   the same with every placeholder left as written: the schema cache's key
+    Reading `envFile` is its only IO.
+    """
+
+    __slots__ = ("server", "argv", "env", "cwd", "digest", "shape", "secrets")
+
+    def __init__(self, config, server, identity, key, caller_env, secret):
+        scope = config.get("scope", server)
+        directory = scope_directory(scope, key.text, identity)
+        values = {"key": safe_file_name(key.text), "cwd": directory,
+                  "session": safe_file_name(identity.session) if identity.session else None}
+        own = {}
+        env_file = config.get("envFile", server) or server.env_file
+        if env_file:
+            own.update(read_env_file(self._path(expand_variables(env_file, caller_env))))
+        own.update((name, expand_variables(value, caller_env)) for name, value in server.env.items())
+        argv = [expand_variables(part, caller_env) for part in [server.command] + server.args]
+        cwd = expand_variables(server.cwd, caller_env) if server.cwd else None
+        inherited = {name: caller_env[name] for name in config.get("inheritEnv", server) if name in caller_env}
+        self.server = server
+        self.shape = _digest(secret, [argv, cwd, sorted(own.items()), sorted(inherited.items())])
+        self.argv = [fill_placeholders(part, values, server.name) for part in argv]
+        self.argv[0] = self._command(self.argv[0])
+        self.env = {name: fill_placeholders(value, values, server.name) for name, value in own.items()}
+        if cwd:
+            self.cwd = self._path(fill_placeholders(cwd, values, server.name))
+        elif scope == "global" or directory is None:
+            self.cwd = None
+        else:
+            self.cwd = directory
+        self.digest = _digest(secret, [self.argv, self.cwd if cwd else None, sorted(self.env.items()),
+                                       sorted(inherited.items())])
+        self.secrets = [value for name, value in list(self.env.items()) + list(inherited.items())
+                        if is_secret_name(name) and len(value) > 3]
+        private = scope in PRIVATE_SCOPES
+        self.env = dict(caller_env if private else base_environment(caller_env), **dict(inherited, **self.env))
+
+    def _path(self, path):
+        return os.path.normpath(os.path.join(self.server.directory, os.path.expanduser(path)))
+
+    def _command(self, command):
+        """A command with a slash is a path, relative to the configuration; else PATH finds it."""
+        return self._path(command) if "/" in command else command
+
+    def placeholders(self):
+        """Which placeholders are left for the moment of the start."""
+        text = " ".join(self.argv + list(self.env.values()) + [self.cwd or ""])
+        return {name for name in ("id", "tmpdir", "port") if "{%s}" % name in text}
+
+
+def _digest(secret, value):
+    return hmac.new(secret, json.dumps(value).encode("utf-8", "surrogateescape"), "sha256").hexdigest()[:24]
+
+
+def is_secret_name(name):
+    """Does a variable or header of this name usually hold a secret?"""
+    return bool(re.search(r"(?i)key|token|secret|pass|credential|auth|cookie|private", name))
+
+
+def fill_placeholders(text, values, server_name):
+    """Return `text` with {key}, {session}, {cwd} and so on filled in from `values`.
+
+    A name that `values` does not have stays as it is; one that is None there cannot be
+    told for this caller. Raises StartFailed.
+    """
+    def value(match):
+        name = match.group(1)
+        if name not in values:
+            return match.group(0)
+        if values[name] is None:
+            raise StartFailed("server %s uses {%s}, which is not known for this caller; call it from a "
+                              "directory or session that mcpx can tell, or change its entry" % (server_name, name))
+        return str(values[name])
+    return re.sub(r"\{(key|id|session|cwd|tmpdir|port)\}", value, text) if "{" in text else text
+
+
+def scope_directory(scope, key, identity):
+    """Return the directory that belongs to a key, or the caller's where the key names none."""
+    kind, _, path = key.partition(":")
+    if kind in ("cwd", "worktree"):
+        return path
+    if kind == "repo":
+        return os.path.dirname(path) if os.path.basename(path) == ".git" else path
+    return identity.place.cwd
+
+
+def masked(value, name=""):
+    """Return configuration with values that may be secret replaced by ***."""
+    if isinstance(value, dict):
+        hide = name in ("env", "environment", "headers")
+        return {key: "***" if hide else masked(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [masked(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(?i)((?:key|token|secret|password)[\w-]*[=:]\s*)\S+", r"\1***", value)
+    return value
+
+
+# ---------------------------------------------------------------------------
+# Log: what happened, to whom
+#
+# One line per event in a bounded, rotated file of mode 0600, or on stderr. Never raises:
+# a full disk must not stop a call.
+# ---------------------------------------------------------------------------
+
+_LOG_RANK = {"debug": 0, "info": 1, "warning": 2, "error": 3}
+
+
+class RotatedFile:
+    """An append-only file that starts anew at `max_bytes`, keeping `files` older ones."""
+
+    def __init__(self, path, max_bytes, files):
+        self.path, self.max_bytes, self.files = path, max_bytes, files
+        self._fd, self._size, self._checked_at = None, 0, 0.0
+
+    def write(self, data):
+        """Append bytes; drops them when the file cannot be written."""
+        try:
+            self._ensure_open()
+            if self._size + len(data) > self.max_bytes and self._size:
+                self._rotate()
+            self._size += os.write(self._fd, data)
+        except OSError:
+            self.close()
+
+    def close(self):
+        """Close the file; the next write opens it again."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
+
+    def _ensure_open(self):
+        now = time.monotonic()
+        if self._fd is not None and now - self._checked_at > 1:
+            self._checked_at = now
+            try:
+                gone = os.stat(self.path).st_ino != os.fstat(self._fd).st_ino
+            except OSError:
+                gone = True
+            if gone:
+                # Deleted or moved by hand: a new file, not a hidden one.
+                self.close()
+        if self._fd is None:
+            os.makedirs(os.path.dirname(self.path), 0o700, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._size = os.fstat(self._fd).st_size
+
+    def _rotate(self):
+        self.close()
+        for number in range(self.files - 1, 0, -1):
+            source = self.path if number == 1 else "%s.%d" % (self.path, number - 1)
+            if os.path.exists(source):
+                os.replace(source, "%s.%d" % (self.path, number))
+        if self.files <= 1:
+            os.unlink(self.path)
+        self._ensure_open()
+
+
+class Log:
+    """The daemon's log. Lines that repeat are folded into a count."""
+
+    def __init__(self, sink=None, level="info", echo=False):
+        self.sink, self.level, self.echo = sink, level, echo
+        self._last, self._repeats = None, 0
+
+    def debug(self, text, *args):
+        """Something that only helps to understand mcpx itself."""
+        self._line("debug", text, args)
+
+    def info(self, text, *args):
+        """A state change."""
+        self._line("info", text, args)
+
+    def warning(self, text, *args):
+        """Something a person may want to change."""
+        self._line("warning", text, args)
+
+    def error(self, text, *args):
+        """Something that went wrong in mcpx or with a server."""
+        self._line("error", text, args)
+
+    def _line(self, level, text, args):
+        if _LOG_RANK[level] < _LOG_RANK[self.level]:
+            return
+        text = "%-7s %s" % (level, printable(text % args if args else text)[:4000])
+        if text == self._last:
+            self._repeats += 1
+            return
+        if self._repeats:
+            self._write("%-7s the last line came %d more times" % ("info", self._repeats))
+        self._last, self._repeats = text, 0
+        self._write(text)
+
+    def _write(self, text):
+        now = time.time()
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + ".%03d" % (now % 1 * 1000)
+        data = ("%s %s\n" % (stamp, text)).encode("utf-8", "replace")
+        if self.sink is not None:
+            self.sink.write(data)
+        if self.echo:
+            try:
+                os.write(2, data)
+            except OSError:
+                self.echo = False
+
+
+# ---------------------------------------------------------------------------
+# Platform: what differs between Linux and macOS
+#
+# Everything else in this file is the same on both. Tested with fakes where a system is not
+# at hand; what has not been run on macOS is listed in the README.
+# ---------------------------------------------------------------------------
+
+IS_LINUX = sys.platform.startswith("linux")
+
+
+def boot_id():
+    """Return text that differs between boots: process ids mean nothing across one."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return _output(["sysctl", "-n", "kern.boottime"])
+
+
+def process_start(pid):
+    """Return when a process started, in a form that only compares for equality; None if gone.
+
+    A zombie counts as gone.
+    """
+    if IS_LINUX:
+        fields = _proc_stat(pid)
+        return None if fields is None or fields[0] in "ZX" else fields[19]
+    return _output(["ps", "-o", "lstart=", "-p", str(pid)]) or None
+
+
+def _proc_stat(pid):
+    """Return the fields of /proc/PID/stat after the command's name, or None."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as file:
+            return file.read().rpartition(b")")[2].decode("ascii").split()
+    except (OSError, ValueError):
+        return None
+
+
+def _output(argv):
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, timeout=5).stdout.decode("utf-8", "replace").strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def peer_credentials(connection):
+    """Return (pid, uid) of the process at the other end of a unix socket; pid may be None."""
+    if IS_LINUX:
+        data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", data)
+        return pid or None, uid
+    # macOS <sys/un.h>: SOL_LOCAL 0, LOCAL_PEERCRED 1 (struct xucred), LOCAL_PEERPID 2.
+    uid = struct.unpack_from("2i", connection.getsockopt(0, 1, 76))[1]
+    try:
+        return connection.getsockopt(0, 2), uid
+    except OSError:
+        return None, uid
+
+
+class ProcessTable:
+    """One look at all processes of this user: pid -> (parent, group, session, start, marked).
+
+    `marked` is the instance id in the process's environment, or None. A look costs a few
+    milliseconds, so one serves everything that ends in the same turn.
+    """
+
+    def __init__(self):
+        self.rows = {}
+        if IS_LINUX:
+            self._read_proc()
+        else:
+            self._read_ps()
+
+    def _read_proc(self):
+        uid = os.getuid()
+        marker = ("\0%s=" % INSTANCE_VARIABLE).encode()
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            pid = int(name)
+            try:
+                if os.stat("/proc/" + name).st_uid != uid:
+                    continue
+                fields = _proc_stat(pid)
+                if fields is None or fields[0] in "ZX":
+                    continue
+                with open("/proc/%s/environ" % name, "rb") as file:
+                    _, found, rest = (b"\0" + file.read()).partition(marker)
+            except OSError:
+                found, rest = b"", b""
+                if fields is None:
+                    continue
+            mark = rest.split(b"\0", 1)[0].decode("utf-8", "replace") if found else None
+            self.rows[pid] = (int(fields[1]), int(fields[2]), int(fields[3]), fields[19], mark)
+
+    def _read_ps(self):
+        text = _output(["ps", "-x", "-o", "pid=,ppid=,pgid=,sess=,lstart="])
+        environments = _output(["ps", "-x", "-E", "-w", "-w", "-o", "pid=,command="])
+        marks = dict(re.findall(r"(?m)^\s*(\d+) .*\b%s=(\S+)" % INSTANCE_VARIABLE, environments))
+        for line in text.splitlines():
+            parts = line.split(None, 4)
+            if len(parts) == 5:
+                pid = int(parts[0])
+                self.rows[pid] = (int(parts[1]), int(parts[2]), 0, parts[4].strip(), marks.get(parts[0]))
+
+    def family(self, pid, mark):
+        """Return {pid: start} of everything that descends from an instance's child.
+
+        By the mark in the environment (found also after a double fork), by process group and
+        session, and by parent; never this process itself.
+        """
+        members = {p for p, row in self.rows.items()
+                   if row[4] == mark or p == pid or pid in (row[1], row[2])}
+        while True:
+            more = {p for p, row in self.rows.items() if row[0] in members and p not in members}
+            if not more:
+                break
+            members |= more
+        members.discard(os.getpid())
+        return {p: self.rows[p][3] for p in members if p in self.rows}
+
+
+def command_line(pid):
+    """Return a process's command line as one string, "" if it cannot be told."""
+    if IS_LINUX:
+        try:
+            with open("/proc/%d/cmdline" % pid, "rb") as file:
+                return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+    return _output(["ps", "-o", "command=", "-p", str(pid)])
+
+
+def memory_bytes(pid):
+    """Return the resident memory of a process, 0 if it cannot be told."""
+    if IS_LINUX:
+        try:
+            with open("/proc/%d/statm" % pid) as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError, ValueError):
+            return 0
+    text = _output(["ps", "-o", "rss=", "-p", str(pid)])
+    return int(text) * 1024 if text.isdigit() else 0
+
+
+def raise_descriptor_limit():
+    """Raise the soft limit of open files to the hard one: launchd starts with 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            return
+
+
+# ---------------------------------------------------------------------------
+# Reactor: what is ready, what is due
+#
+# The only section that knows `selectors`. One loop, one thread. Callbacks run from the
+# loop only; a stream that must close is marked and closed at the end of the turn, so the
+# caller's object is still valid on return. Knows nothing of JSON or MCP.
+# ---------------------------------------------------------------------------
+
+class Timer:
+    """A callback that is due at a monotonic time; `cancel` any time."""
+
+    __slots__ = ("at", "callback", "cancelled")
+
+    def __init__(self, at, callback):
+        self.at, self.callback, self.cancelled = at, callback, False
+
+    def __lt__(self, other):
+        return self.at < other.at
+
+    def cancel(self):
+        """Do not call it any more."""
+        self.cancelled, self.callback = True, None
+
+
+class Loop:
+    """The selector loop: descriptors, timers, signals, exits of children, threads' results."""
+
+    def __init__(self, log):
+        self.log = log
+        self.turn_hooks = []             # called once at the end of each turn, before streams flush
+        self._selector = selectors.DefaultSelector()
+        self._timers = []
+        self._soon = collections.deque()
+        self._dirty = []                 # streams with something to write
+        self._closing = []               # streams to close at the end of the turn
+        self._children = {}              # pid -> callback(wait status), until it was reaped
+        self._signals = {}               # number -> callback
+        self._old_handlers = {}
+        self._old_wakeup = None
+        self._threads_left = 32
+        self._stopped = False
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
+            end.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+
+    # -- time -----------------------------------------------------------------
+
+    def call_later(self, delay, callback):
+        """Call back after `delay` seconds; returns the Timer."""
+        timer = Timer(time.monotonic() + delay, callback)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+    def soon(self, callback):
+        """Call back in this turn, after what runs now has returned."""
+        self._soon.append(callback)
+
+    # -- descriptors ----------------------------------------------------------
+
+    def watch(self, fd, callback):
+        """Call back whenever `fd` is readable."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def change(self, fd, events, callback):
+        """Set what is waited for on a descriptor: bits 1 readable, 2 writable, 0 nothing."""
+        mask = (selectors.EVENT_READ if events & 1 else 0) | (selectors.EVENT_WRITE if events & 2 else 0)
+        known = fd in self._selector.get_map()
+        if not mask:
+            if known:
+                self._selector.unregister(fd)
+        elif known:
+            self._selector.modify(fd, mask, callback)
+        else:
+            self._selector.register(fd, mask, callback)
+
+    def unwatch(self, fd):
+        """Forget a descriptor; one that is not watched is fine."""
+        try:
+            self._selector.unregister(fd)
+        except (KeyError, ValueError):
+            return
+
+    def mark_dirty(self, stream):
+        """Have `stream.flush()` called at the end of this turn."""
+        self._dirty.append(stream)
+
+    def mark_closing(self, stream):
+        """Have `stream.finish_close()` called at the end of this turn."""
+        self._closing.append(stream)
+
+    # -- signals, children, threads ------------------------------------------
+
+    def on_signal(self, number, callback):
+        """Call back from the loop when a signal has come; the handler itself only wakes it."""
+        if not self._signals:
+            self._old_wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        self._signals[number] = callback
+        self._old_handlers[number] = signal.signal(number, lambda *_: None)
+
+    def on_exit(self, pid, callback):
+        """Call back with the wait status once the child `pid` has ended; reaps it.
+
+        One reaper, by known pid: waiting for any child would steal statuses from others.
+        """
+        if signal.SIGCHLD not in self._signals:
+            self.on_signal(signal.SIGCHLD, self.reap)
+        self._children[pid] = callback
+
+    def reap(self):
+        """Collect the children that have ended."""
+        for pid in list(self._children):
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                done, status = pid, 0
+            if done:
+                self._guard(self._children.pop(pid), status)
+
+    def in_thread(self, work, on_done, timeout):
+        """Run `work()` in a thread; `on_done(value, error)` is called from the loop.
+
+        For what the system offers in blocking form only, such as a path on a dead network
+        mount. `work` must touch nothing of ours. After `timeout` seconds, or when too many
+        such threads hang already, the error is a TimeoutError and the result is dropped.
+        """
+        if self._threads_left <= 0:
+            self.soon(lambda: on_done(None, TimeoutError("too many blocked threads")))
+            return
+        self._threads_left -= 1
+        settled = []
+
+        def settle(value, error):
+            if not settled:
+                settled.append(True)
+                timer.cancel()
+                on_done(value, error)
+
+        def returned(value, error):
+            self._threads_left += 1
+            settle(value, error)
+
+        def run():
+            try:
+                value, error = work(), None
+            except Exception as caught:
+                value, error = None, caught
+            self._soon.append(lambda: returned(value, error))
+            try:
+                self._wake_write.send(b"\0")
+            except OSError:
+                return
+        timer = self.call_later(timeout, lambda: settle(None, TimeoutError("no answer in %gs" % timeout)))
+        threading.Thread(target=run, daemon=True).start()
+
+    # -- the loop -------------------------------------------------------------
+
+    def run(self):
+        """Turn until `stop`."""
+        while not self._stopped:
+            self.turn()
+
+    def turn(self, max_wait=None):
+        """Wait for something, call what is ready and due, then write and close."""
+        timeout = self._wait_time(max_wait)
+        try:
+            events = self._selector.select(timeout)
+        except InterruptedError:
+            events = []
+        for key, mask in events:
+            callback = key.data
+            if callback is not None:
+                self._guard(callback, mask)
+        self._run_due()
+        while self._soon:
+            self._guard(self._soon.popleft())
+        for hook in self.turn_hooks:
+            self._guard(hook)
+        self._finish_turn()
+
+    def stop(self):
+        """Leave `run` at the end of this turn."""
+        self._stopped = True
+
+    def close(self):
+        """Give back signals and descriptors; for tests and for the end of a process."""
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        if self._signals:
+            signal.set_wakeup_fd(self._old_wakeup if self._old_wakeup is not None else -1)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _wait_time(self, max_wait):
+        if self._soon or self._dirty or self._closing:
+            return 0
+        while self._timers and self._timers[0].cancelled:
+            heapq.heappop(self._timers)
+        wait = max_wait
+        if self._timers:
+            due = max(0.0, self._timers[0].at - time.monotonic())
+            wait = due if wait is None else min(wait, due)
+        return wait
+
+    def _run_due(self):
+        now = time.monotonic()
+        while self._timers and self._timers[0].at <= now:
+            timer = heapq.heappop(self._timers)
+            if not timer.cancelled:
+                self._guard(timer.callback)
+
+    def _finish_turn(self):
+        for _ in range(8):
+            if not (self._dirty or self._closing or self._soon):
+                return
+            dirty, self._dirty = self._dirty, []
+            for stream in dirty:
+                self._guard(stream.flush)
+            closing, self._closing = self._closing, []
+            for stream in closing:
+                self._guard(stream.finish_close)
+            while self._soon:
+                self._guard(self._soon.popleft())
+
+    def _on_wake(self, _mask):
+        try:
+            numbers = self._wake_read.recv(4096)
+        except BlockingIOError:
+            return
+        for number in set(numbers):
+            callback = self._signals.get(number)
+            if callback is not None:
+                self._guard(callback)
+
+    def _guard(self, callback, *args):
+        """A mistake in one callback must not end the loop: log it and go on."""
+        try:
+            callback(*args)
+        except Exception:
+            self.log.error("internal error, please report it: %s", traceback.format_exc())
+            owner = getattr(callback, "__self__", None)
+            if isinstance(owner, Stream):
+                owner.close("internal error")
+
+
+class Stream:
+    """A non-blocking byte stream in the loop, read in lines and written in whole messages.
+
+    on_lines(lines)  called with the complete lines of one read
+    on_close(reason) called once, after the last line, when either side has ended it
+    Reading and writing ends may be the same descriptor. One read and one write of bounded
+    size per turn, so that a busy stream cannot starve the others.
+    """
+
+    def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close):
+        self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
+        self.on_lines, self.on_close = on_lines, on_close
+        self.lines = LineBuffer(limit)
+        self.queued_bytes = 0
+        self.received_at = time.monotonic()
+        self._queue = collections.deque()
+        self._read_size = READ_BYTES
+        self._dirty = self._wants_write = self._closed = self._read_ended = False
+        self._end_when_flushed = False
+        self._reason = None
+        for fd in {read_fd, write_fd} - {None}:
+            os.set_blocking(fd, False)
+        if read_fd is not None:
+            loop.watch(read_fd, self._on_ready)
+
+    @property
+    def closed(self):
+        """Has it been closed, or will it be at the end of this turn?"""
+        return self._closed
+
+    def write(self, data):
+        """Queue bytes; they are written at the end of the turn. After `close` they are dropped."""
+        if self._closed or self.write_fd is None:
+            return
+        self._queue.append(data)
+        self.queued_bytes += len(data)
+        if not self._dirty:
+            self._dirty = True
+            self.loop.mark_dirty(self)
+
+    def flush(self):
+        """Write what the descriptor takes now; wait for it to take more."""
+        self._dirty = False
+        if self.write_fd is None:
+            return
+        try:
+            while self._queue:
+                data = self._queue[0] if len(self._queue) == 1 else self._join()
+                written = os.write(self.write_fd, data)
+                self.queued_bytes -= written
+                if written < len(data):
+                    self._queue[0] = data[written:] if written < READ_BYTES else memoryview(data)[written:]
+                    break
+                self._queue.popleft()
+        except BlockingIOError:
+            self._wait_writable(bool(self._queue))
+            return
+        except OSError as error:
+            self._write_failed(error)
+            return
+        self._wait_writable(bool(self._queue))
+        if self._end_when_flushed and not self._queue:
+            self.end_output()
+
+    def end_output_when_flushed(self):
+        """Close the writing side once what is queued has been written."""
+        if self._queue:
+            self._end_when_flushed = True
+        else:
+            self.end_output()
+
+    def end_output(self):
+        """Close the writing side now; what the peer still says is read."""
+        if self.write_fd is None or self.write_fd == self.read_fd:
+            return
+        self._queue.clear()
+        self.queued_bytes = 0
+        if self._wants_write:
+            self.loop.unwatch(self.write_fd)
+        os.close(self.write_fd)
+        self.write_fd, self._wants_write = None, False
+
+    def close(self, reason="closed"):
+        """Close at the end of the turn; `on_close` is called then, once."""
+        if not self._closed:
+            self._closed, self._reason = True, reason
+            self.loop.mark_closing(self)
+
+    def finish_close(self):
+        """Called by the loop: write what is left without waiting, then let go of everything."""
+        if self.read_fd is None and self.write_fd is None:
+            return
+        if self._queue and self.write_fd is not None:
+            try:
+                os.write(self.write_fd, self._join())
+            except OSError:
+                self.queued_bytes = 0
+        for fd in {self.read_fd, self.write_fd} - {None}:
+            self.loop.unwatch(fd)
+            os.close(fd)
+        self.read_fd = self.write_fd = None
+        self._queue.clear()
+        self.queued_bytes = 0
+        if self.on_close is not None:
+            self.on_close(self._reason)
+
+    def read_rest(self):
+        """Read what a dead peer has left in the descriptor, without waiting."""
+        while self.read_fd is not None and not self._read_ended:
+            before = self.received_at
+            self._read()
+            if self.received_at == before:
+                return
+
+    def _join(self):
+        """Put the queue's small pieces together, up to a bounded size, for one write."""
+        pieces, size = [], 0
+        while self._queue and (size < READ_BYTES or not pieces):
+            pieces.append(self._queue.popleft())
+            size += len(pieces[-1])
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._queue.appendleft(data)
+        return data
+
+    def _wait_writable(self, wanted):
+        if wanted == self._wants_write:
+            return
+        self._wants_write = wanted
+        if self.write_fd == self.read_fd:
+            self.loop.change(self.write_fd, 3 if wanted else 1, self._on_ready)
+        else:
+            self.loop.change(self.write_fd, 2 if wanted else 0, self._on_writable)
+
+    def _write_failed(self, error):
+        if self.write_fd == self.read_fd or self.read_fd is None:
+            self.close("write failed: %s" % error.strerror)
+        else:
+            # The peer's other end may still hold answers: stop writing, keep reading.
+            self._queue.clear()
+            self.queued_bytes = 0
+            self.end_output()
+
+    def _on_writable(self, _mask):
+        if not self._closed:
+            self.flush()
+
+    def _on_ready(self, mask):
+        if self._closed:
+            return
+        if mask & 2 and self.write_fd == self.read_fd:
+            self.flush()
+        if mask & 1 and not self._closed:
+            self._read()
+
+    def _read(self):
+        try:
+            data = os.read(self.read_fd, self._read_size)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._ended("read failed: %s" % error.strerror)
+            return
+        if not data:
+            self._ended("end of stream")
+            return
+        # A full buffer promises more: larger reads pay off only then (see READ_BYTES).
+        self._read_size = READ_BYTES * 4 if len(data) == self._read_size else READ_BYTES
+        self.received_at = time.monotonic()
+        lines = self.lines.feed(data)
+        if lines:
+            self.on_lines(lines)
+
+    def _ended(self, reason):
+        if not self._read_ended:
+            self._read_ended = True
+            rest = self.lines.rest()
+            if rest and reason == "end of stream":
+                self.on_lines([rest])
+            self.close(reason)
+
+
+# ---------------------------------------------------------------------------
+# Upstream: what is in flight there; what did it answer
+#
+# The client half of MCP toward one server, over a stream it is given. Knows nothing of
+# hosts or processes. Every request goes out under an id of ours: ascending integers, never
+# used twice on a connection. A progress token is the id of the request it belongs to.
+# ---------------------------------------------------------------------------
+
+class Call:
+    """A request on its way, from whoever asked to an upstream and back.
+
+    on_finish(call, message, line) is called exactly once, unless the call was cancelled:
+    `message` is the answer as the upstream gave it (or an error of ours), `line` its bytes
+    where they are at hand. A call without `host` is mcpx's own.
+    """
+
+    __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
+                 "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "schema", "task")
+
+    def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
+        self.method, self.params, self.on_finish = method, params, on_finish
+        self.host, self.host_id, self.seq, self.identity = host, host_id, seq, identity
+        # The host's own line and its parsed form, where the params go out unchanged.
+        self.line = self.message = None
+        self.token = None                # the host's progress token
+        self.may_repeat = False          # may be sent a second time when its answer was lost
+        self.attempts = 0
+        self.cancelled = self.done = False
+        self.slot = self.instance = self.wire_id = self.sent_at = self.active_at = None
+        self.last_progress = self.schema = self.task = None
+        self.losses = 0                  # how often a daemon died with it
+
+    def finish(self, message, line=None):
+        """Settle the call; later calls of this are ignored."""
+        if not self.done:
+            self.done = True
+            self.on_finish(self, message, line)
+
+    def fail(self, error):
+        """Settle the call with an RpcError."""
+        self.finish({"error": error.as_object()})
+
+
+class Upstream:
+    """The requests in flight at one server, and what else it says.
+
+    owner.on_question(message)      it asks us something (its pings are answered here)
+    owner.on_notification(message)  it tells us something (progress is handled here)
+    owner.on_settled(call)          a request of ours is no longer in flight
+    owner.on_noise(text)            a line that is no MCP message
+    """
+
+    def __init__(self, stream, owner, counters):
+        self.stream, self.owner, self.counters = stream, owner, counters
+        self.in_flight = {}              # wire id -> Call, until answered or given up
+        self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
+        self.revision = LATEST_LEGACY
+        self.info, self.capabilities, self.instructions = {}, {}, None
+        self._last_id = 0
+
+    def handshake(self, capabilities, on_ready):
+        """Send `initialize`; `on_ready(error)` is called with None or the reason it failed.
+
+        MCP 2025-11-25, basic/lifecycle: nothing else is sent before the answer.
+        """
+        def answered(_call, message, _line):
+            error = self._take_initialize(message)
+            if error is None:
+                self.notify("notifications/initialized")
+            on_ready(error)
+        params = {"protocolVersion": LATEST_LEGACY, "capabilities": capabilities,
+                  "clientInfo": {"name": "mcpx", "version": __version__}}
+        self.send(Call("initialize", params, answered))
+
+    def _take_initialize(self, message):
+        if "error" in message:
+            error = message["error"] if isinstance(message["error"], dict) else {}
+            return RpcError(error.get("code", INTERNAL_ERROR), str(error.get("message", "initialize failed")),
+                            error.get("data"))
+        result = message.get("result")
+        revision = result.get("protocolVersion") if isinstance(result, dict) else None
+        if revision not in LEGACY_REVISIONS:
+            return StartFailed("it answered initialize with protocol version %s; mcpx speaks %s"
+                               % (json.dumps(revision), ", ".join(LEGACY_REVISIONS)))
+        self.revision = revision
+        self.capabilities = result["capabilities"] if isinstance(result.get("capabilities"), dict) else {}
+        self.info = result["serverInfo"] if isinstance(result.get("serverInfo"), dict) else {}
+        self.instructions = result.get("instructions")
+        return None
+
+    def send(self, call):
+        """Send a request; it is in flight from here on."""
+        self._last_id += 1
+        call.wire_id = wire_id = self._last_id
+        call.attempts += 1
+        call.sent_at = call.active_at = time.monotonic()
+        self.in_flight[wire_id] = call
+        if call.line is not None:
+            self.stream.write(with_id(call.line, call.message, wire_id) + b"\n")
+            return
+        message = {"jsonrpc": "2.0", "id": wire_id, "method": call.method}
+        params = call.params
+        if call.token is not None:
+            params = dict(params, _meta=dict(params.get("_meta") or {}, progressToken=wire_id))
+        if params is not None:
+            message["params"] = params
+        self.stream.write(encode_json(message) + b"\n")
+
+    def notify(self, method, params=None):
+        """Send a notification."""
+        self.stream.write(encode_json(notification(method, params)) + b"\n")
+
+    def answer(self, question_id, message):
+        """Answer a question; `message` has `result` or `error`."""
+        body = {name: message[name] for name in ("result", "error") if name in message}
+        self.stream.write(encode_json(dict({"jsonrpc": "2.0", "id": question_id}, **body)) + b"\n")
+
+    def cancel(self, call, reason):
+        """Tell the server that an answer is not wanted any more.
+
+        The call stays in flight, marked, until the server answers all the same or it is
+        dropped: an exclusive instance must not start the next one beside it.
+        MCP 2025-11-25, basic/utilities/cancellation: never for `initialize`.
+        """
+        call.cancelled = True
+        if call.wire_id in self.in_flight and call.method != "initialize":
+            params = {"requestId": call.wire_id}
+            if reason:
+                params["reason"] = reason
+            self.notify("notifications/cancelled", params)
+
+    def drop(self, call):
+        """Forget a cancelled call; its late answer will be counted and ignored."""
+        if self.in_flight.pop(call.wire_id, None) is not None:
+            self.owner.on_settled(call)
+
+    def take_all(self):
+        """Return and forget everything in flight: the stream has ended."""
+        calls = list(self.in_flight.values())
+        self.in_flight.clear()
+        self.task_tokens.clear()
+        return calls
+
+    # -- what the server says -------------------------------------------------
+
+    def on_lines(self, lines):
+        """Take the lines of one read."""
+        for line in lines:
+            if isinstance(line, Oversize):
+                self._on_oversize(line)
+                continue
+            line = line.strip(b"\r\n\t ")
+            if line and line != b"\xef\xbb\xbf":
+                self._on_line(line)
+
+    def _on_line(self, line):
+        try:
+            message = parse_json(line)
+            kind = message_kind(message)
+        except RpcError as error:
+            line, message = self._rescue(line)
+            if message is None:
+                self._on_unreadable(line, error)
+                return
+            kind = "answer"
+        if kind == "answer":
+            self._on_answer(message, line)
+        elif kind == "request":
+            if message["method"] == "ping":
+                self.answer(message["id"], {"result": {}})
+            else:
+                self.owner.on_question(message)
+        elif message["method"] == "notifications/progress":
+            self._on_progress(message)
+        else:
+            self.owner.on_notification(message)
+
+    def _on_answer(self, message, line):
+        wire_id = message["id"]
+        call = self.in_flight.pop(wire_id, None) if is_valid_id(wire_id) else None
+        if call is None:
+            # Normal after a cancel: the answer and the cancel crossed on the wire.
+            self.counters["lateAnswers"] += 1
+            return
+        self.owner.on_settled(call)
+        if not call.cancelled:
+            call.finish(message, line)
+
+    def _on_progress(self, message):
+        params = message.get("params") or {}
+        token = params.get("progressToken")
+        call = self.in_flight.get(token) if is_valid_id(token) else None
+        if call is None and is_valid_id(token):
+            call = self.task_tokens.get(token)
+        if call is None or call.cancelled or call.token is None:
+            self.counters["droppedProgress"] += 1
+            return
+        call.active_at = time.monotonic()
+        # MCP 2025-11-25, basic/utilities/progress: the value must increase.
+        value = params.get("progress")
+        if not isinstance(value, (int, float)) or (
+                call.last_progress is not None and value <= call.last_progress):
+            self.counters["droppedProgress"] += 1
+            return
+        call.last_progress = value
+        call.host.on_progress(call, params)
+
+    def _rescue(self, line):
+        """An answer that noise was glued to, without a line end between, is still an answer."""
+        for start in (b'{"jsonrpc"', b'{"result"', b'{"id"'):
+            position = line.find(start, 1)
+            if position > 0:
+                try:
+                    message = parse_json(line[position:])
+                    if message_kind(message) == "answer":
+                        self.owner.on_noise(line[:position].decode("utf-8", "replace"))
+                        return line[position:], message
+                except RpcError:
+                    continue
+        return line, None
+
+    def _on_unreadable(self, line, error):
+        self.owner.on_noise(line[:500].decode("utf-8", "replace"))
+        self._fail_guessed(line[:OVERSIZE_HEAD_BYTES], line[-OVERSIZE_HEAD_BYTES:],
+                           RpcError(INTERNAL_ERROR, "the server's answer cannot be read: %s" % error.message))
+
+    def _on_oversize(self, line):
+        self.owner.on_noise("a line of more than %d bytes" % line.size)
+        self._fail_guessed(line.head, b"", LimitReached(
+            "the server's answer has more than %d bytes; raise limits.lineBytes" % self.stream.lines.limit))
+
+    def _fail_guessed(self, head, tail, error):
+        wire_id = guess_id(head)
+        if wire_id is None:
+            match = re.search(rb'"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*\}$', tail)
+            wire_id = int(match.group(1)) if match else None
+        call = self.in_flight.get(wire_id)
+        if call is not None and not call.cancelled:
+            del self.in_flight[wire_id]
+            self.owner.on_settled(call)
+            call.fail(error)
+
+
+# ---------------------------------------------------------------------------
+# Children: is the process alive; how does it end
+#
+# The only section that starts and signals processes. Knows nothing of messages. A child
+# and everything that descends from it are gone when `on_gone` is called.
+# ---------------------------------------------------------------------------
+
+# (state, event) -> (next state, method called on the way). "exit" comes from the system,
+# "stop" from the pool, "deadline" from the timer of the state, "clear" when nothing of
+# the family is left.
+CHILD_STEPS = {
+    ("running", "stop"): ("closing", "_close_input"),
+    ("running", "exit"): ("sweeping", "_sweep"),
+    ("running", "kill"): ("killing", "_signal_kill"),
+    ("closing", "deadline"): ("terminating", "_signal_term"),
+    ("closing", "exit"): ("sweeping", "_sweep"),
+    ("closing", "kill"): ("killing", "_signal_kill"),
+    ("terminating", "deadline"): ("killing", "_signal_kill"),
+    ("terminating", "exit"): ("sweeping", "_sweep"),
+    ("terminating", "kill"): ("killing", "_signal_kill"),
+    ("killing", "deadline"): ("killing", "_signal_kill"),
+    ("killing", "exit"): ("sweeping", "_sweep"),
+    ("sweeping", "deadline"): ("sweeping", "_sweep_harder"),
+    ("sweeping", "clear"): ("gone", "_let_go"),
+}
+# Pairs that are fine and change nothing: being asked to stop twice, a timer that was due.
+CHILD_IGNORED = {(state, "stop") for state in ("closing", "terminating", "killing", "sweeping", "gone")} | {
+    (state, "kill") for state in ("killing", "sweeping", "gone")} | {("gone", "deadline")}
+
+
+class Child:
+    """The process of an instance, its pipes, its descendants and its record on disk."""
+
+    def __init__(self, loop, instance_id, server_log, keep_patterns, graces, record_path):
+        self.loop, self.instance_id, self.log = loop, instance_id, server_log
+        self.keep_patterns, self.graces, self.record_path = keep_patterns, graces, record_path
+        self.state, self.status, self.pid, self.start = "running", None, None, None
+        self.stdout = self.stderr = None         # Streams; stdout's writing end is stdin
+        self.stderr_tail = collections.deque(maxlen=20)
+        self.family = {}                         # pid -> start, as far as seen
+        self.hardest = None                      # strongest thing that was needed to end it
+        self.on_exit = self.on_gone = None       # callbacks: (status), ()
+        self.tmpdir = None
+        self._timer = None
+        self._swept = 0
+
+    def spawn(self, argv, env, cwd, limit, on_lines, on_stdout_end):
+        """Start the process. Raises StartFailed that names the command, the directory or PATH."""
+        program = self._find_program(argv[0], env, cwd)
+        stdin_read, stdin_write = os.pipe()
+        stdout_read, stdout_write = os.pipe()
+        stderr_read, stderr_write = os.pipe()
+        ours = (stdin_write, stdout_read, stderr_read)
+        theirs = (stdin_read, stdout_write, stderr_write)
+        try:
+            # A session of its own: a Ctrl-C in some terminal does not reach it, and its
+            # process group is its own pid.
+            process = subprocess.Popen(argv, executable=program, stdin=stdin_read, stdout=stdout_write,
+                                       stderr=stderr_write, env=env, cwd=cwd, start_new_session=True)
+        except (OSError, ValueError) as error:
+            for fd in ours:
+                os.close(fd)
+            raise StartFailed("%s cannot be started: %s" % (program, getattr(error, "strerror", None) or error))
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        # We reap by pid; the object must neither wait nor warn.
+        process.returncode = 0
+        self.pid = process.pid
+        self.start = process_start(self.pid)
+        self.family = {self.pid: self.start}
+        self.loop.on_exit(self.pid, self._exited)
+        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end)
+        self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None)
+
+    def _find_program(self, command, env, cwd):
+        if cwd is not None and not os.path.isdir(cwd):
+            raise StartFailed("the working directory %s does not exist; create it or change `cwd`" % cwd)
+        path = env.get("PATH") or os.defpath
+        program = shutil.which(command, path=path)
+        if program is None and "/" in command and os.path.exists(command):
+            raise StartFailed("%s is not executable; chmod +x it or name its interpreter as the command" % command)
+        if program is None and "/" in command:
+            raise StartFailed("the command %s does not exist" % command)
+        if program is None:
+            raise StartFailed("the command %s was not found in PATH (%s); install it or write its whole path"
+                              % (command, path))
+        return program
+
+    def record(self, facts):
+        """Write down what a later daemon must end if this one dies. Failing is not fatal."""
+        facts = dict(facts, id=self.instance_id, pid=self.pid, start=self.start, tmpdir=self.tmpdir)
+        try:
+            write_private_file(self.record_path, json.dumps(facts).encode("utf-8"))
+        except OSError as error:
+            self.loop.log.warning("the record of child %s cannot be written: %s", self.instance_id, error)
+
+    def _on_stderr(self, lines):
+        for line in lines:
+            text = (line.head if isinstance(line, Oversize) else line).decode("utf-8", "replace").rstrip("\r")
+            self.stderr_tail.append(text[:500])
+            self.log.write(text.encode("utf-8", "replace") + b"\n")
+
+    # -- its end ---------------------------------------------------------------
+
+    def stop(self):
+        """End it politely: close stdin, then SIGTERM, then SIGKILL, each after its grace."""
+        self._step("stop")
+
+    def kill(self):
+        """End it at once."""
+        self._step("kill")
+
+    def look(self, table):
+        """Remember the descendants that a process table shows while the child lives."""
+        self.family.update(table.family(self.pid, self.instance_id))
+
+    def _step(self, event):
+        step = CHILD_STEPS.get((self.state, event))
+        if step is None:
+            assert (self.state, event) in CHILD_IGNORED, (self.state, event)
+            return
+        self.state, method = step
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        getattr(self, method)()
+
+    def _deadline_in(self, seconds):
+        self._timer = self.loop.call_later(seconds, lambda: self._step("deadline"))
+
+    def _close_input(self):
+        self.look(ProcessTable())
+        self.stdout.end_output_when_flushed()
+        self._deadline_in(self.graces[0])
+
+    def _signal_term(self):
+        self.hardest = "SIGTERM"
+        self.look(ProcessTable())
+        self._signal(signal.SIGTERM, self._survivors())
+        self._deadline_in(self.graces[1])
+
+    def _signal_kill(self):
+        self.hardest = "SIGKILL"
+        self.look(ProcessTable())
+        self._signal(signal.SIGKILL, self._survivors())
+        self._deadline_in(1.0)
+
+    def _exited(self, status):
+        self.status = status
+        for stream in (self.stdout, self.stderr):
+            stream.read_rest()
+            # A descendant may hold the pipe open: there will be no end of stream.
+            rest = stream.lines.rest()
+            if rest:
+                stream.on_lines([rest])
+        self._step("exit")
+        self.on_exit(status)
+
+    def _sweep(self):
+        """The child has exited; whatever descends from it must not stay."""
+        self.stdout.close("the process has exited")
+        self.stderr.close("the process has exited")
+        self.look(ProcessTable())
+        survivors = self._survivors()
+        if not survivors:
+            self.loop.soon(lambda: self._step("clear"))
+            return
+        self._signal(signal.SIGTERM, survivors)
+        self._swept = time.monotonic()
+        self._deadline_in(0.05)
+
+    def _sweep_harder(self):
+        survivors = self._survivors()
+        waited = time.monotonic() - self._swept
+        if not survivors or waited > self.graces[1] + 5:
+            if survivors:
+                self.loop.log.error("processes %s of %s cannot be ended", sorted(survivors), self.instance_id)
+            self.loop.soon(lambda: self._step("clear"))
+            return
+        if waited > self.graces[1]:
+            self.hardest = "SIGKILL"
+            self._signal(signal.SIGKILL, survivors)
+        self._deadline_in(0.1)
+
+    def _survivors(self):
+        """Return the pids of the family that still live and are not excluded by keepProcesses."""
+        alive = []
+        for pid, start in self.family.items():
+            if process_start(pid) == start and start is not None:
+                line = command_line(pid) if self.keep_patterns and pid != self.pid else ""
+                if not any(fnmatch.fnmatch(line, pattern) for pattern in self.keep_patterns):
+                    alive.append(pid)
+        return alive
+
+    def _signal(self, number, pids):
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+    def _let_go(self):
+        if self.tmpdir:
+            shutil.rmtree(self.tmpdir, ignore_errors=True)
+        try:
+            os.unlink(self.record_path)
+        except OSError:
+            # The state directory may be read-only or gone; a later daemon checks the pid.
+            self.loop.log.debug("the record of %s was not removed", self.instance_id)
+        self.on_gone()
+
+    def describe_end(self):
+        """Return how it ended, in words: "exit status 3", "signal SIGKILL"."""
+        return describe_status(self.status)
+
+
+def describe_status(status):
+    """Return a wait status in words."""
+    if status is None:
+        return "still running"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return "signal %s" % signal.Signals(number).name
+        except ValueError:
+            return "signal %d" % number
+    return "exit status %d" % os.WEXITSTATUS(status)
+
+
+def write_private_file(path, data):
+    """Write a file of mode 0600 so that a reader sees the old or the new content, whole."""
+    directory = os.path.dirname(path)
+    if not os.path.isdir(directory):
+        os.makedirs(directory, 0o700, exist_ok=True)
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, data) if len(data) < READ_BYTES else _write_all(fd, data)
+    finally:
+        os.close(fd)
+    os.replace(temporary, path)
+
+
+def _write_all(fd, data):
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view):]
+
+
+class Orphans:
+    """What daemons that died have left: found by their records, ended, and waited for.
+
+    Only processes that a record names by pid, start time and boot, or that carry a
+    recorded instance id in their environment, are ever signalled.
+    """
+
+    def __init__(self, loop, directory, graces, on_cleared):
+        self.loop, self.directory, self.graces, self.on_cleared = loop, directory, graces, on_cleared
+        self.pending = {}                # instance id -> (record, family) not yet gone
+        self._started = time.monotonic()
+
+    def find(self):
+        """Read the records of dead daemons and begin to end what they name."""
+        boot, table = boot_id(), None
+        for path in glob.glob(os.path.join(self.directory, "*.json")):
+            record = self._read(path)
+            if record is None or self._owner_lives(record, boot):
+                continue
+            record["path"] = path
+            family = {}
+            if record.get("boot") == boot:
+                table = table or ProcessTable()
+                family = self._family(record, table)
+            if family:
+                self.pending[record["id"]] = (record, family)
+                self.loop.log.info("ending what a dead daemon left of %s: pids %s", record["id"], sorted(family))
+                self._signal(family, signal.SIGTERM)
+            else:
+                self._forget(record)
+        if self.pending:
+            self.loop.call_later(0.05, self._check)
+
+    def holds(self, server):
+        """Is something of this server still to be ended, so that nothing may take its place?"""
+        return any(record.get("server") == server for record, _ in self.pending.values())
+
+    def _read(self, path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                record = json.load(file)
+            if isinstance(record, dict) and isinstance(record.get("id"), str):
+                return record
+        except (OSError, ValueError):
+            self.loop.log.warning("the record %s cannot be read; removing it", path)
+        try:
+            os.unlink(path)
+        except OSError:
+            self.loop.log.debug("the record %s was not removed", path)
+        return None
+
+    def _owner_lives(self, record, boot):
+        owner = record.get("owner") or [None, None]
+        return (record.get("boot") == boot and isinstance(owner[0], int) and owner[0] != os.getpid()
+                and process_start(owner[0]) == owner[1])
+
+    def _family(self, record, table):
+        pid, start = record.get("pid"), record.get("start")
+        row = table.rows.get(pid)
+        known = row is not None and row[3] == start
+        family = table.family(pid if known else -1, record["id"])
+        keep = record.get("keep") or []
+        return {p: s for p, s in family.items()
+                if p == pid or not any(fnmatch.fnmatch(command_line(p), pattern) for pattern in keep)}
+
+    def _signal(self, family, number):
+        for pid, start in family.items():
+            if process_start(pid) == start:
+                try:
+                    os.kill(pid, number)
+                except OSError:
+                    continue
+
+    def _check(self):
+        waited = time.monotonic() - self._started
+        for name, (record, family) in list(self.pending.items()):
+            left = {pid: start for pid, start in family.items() if process_start(pid) == start}
+            if left and waited > self.graces[1]:
+                self._signal(left, signal.SIGKILL)
+            if not left or waited > self.graces[1] + 5:
+                del self.pending[name]
+                self._forget(record)
+        if self.pending:
+            self.loop.call_later(0.1, self._check)
+        else:
+            self.on_cleared()
+
+    def _forget(self, record):
+        if record.get("tmpdir"):
+            shutil.rmtree(record["tmpdir"], ignore_errors=True)
+        try:
+            os.unlink(record["path"])
+        except OSError:
+            self.loop.log.debug("the record %s was not removed", record["path"])
+
+
+# ---------------------------------------------------------------------------
+# Pool: which instance, now, later or never
+#
+# Owns every Slot, Instance and waiting call; nobody else keeps a reference across a turn of
+# the loop. An instance is in exactly one of the states of INSTANCE_STEPS. `submit` and
+# `_settled` are the only doors of a lease, so at rest, leases held == calls in flight == 0.
+# Knows hosts only as opaque owners, and never words a result.
+# ---------------------------------------------------------------------------
+
+# A server that ran this long is not failing to start, however it ended.
+LONG_UPTIME_S = 60.0
+
+INSTANCE_STEPS = {
+    ("warm", "take"): "starting",
+    ("warm", "stop"): "stopping",
+    ("warm", "exit"): "down",
+    ("starting", "ready"): "idle",
+    ("starting", "stop"): "stopping",
+    ("starting", "exit"): "down",
+    ("idle", "lease"): "busy",
+    ("busy", "rest"): "idle",
+    ("idle", "stop"): "stopping",
+    ("busy", "stop"): "stopping",
+    ("idle", "exit"): "down",
+    ("busy", "exit"): "down",
+    ("stopping", "exit"): "down",
+}
+
+
+class FairQueue:
+    """Waiting calls, taken in turn by host, in order within a host."""
+
+    def __init__(self):
+        self._by_host = collections.OrderedDict()
+        self._count = 0
+
+    def __len__(self):
+        return self._count
+
+    def push(self, call, first=False):
+        """Add a call at the end (or the start) of its host's line."""
+        line = self._by_host.setdefault(call.host, collections.deque())
+        line.appendleft(call) if first else line.append(call)
+        self._count += 1
+
+    def pop(self):
+        """Return the next call; the host it came from goes to the end of the round."""
+        host, line = next(iter(self._by_host.items()))
+        call = line.popleft()
+        self._count -= 1
+        if line:
+            self._by_host.move_to_end(host)
+        else:
+            del self._by_host[host]
+        return call
+
+    def remove(self, call):
+        """Take a call out; returns whether it was in."""
+        line = self._by_host.get(call.host)
+        if line is None or call not in line:
+            return False
+        line.remove(call)
+        self._count -= 1
+        if not line:
+            del self._by_host[call.host]
+        return True
+
+    def drain(self):
+        """Return all calls and empty the queue."""
+        calls = [call for line in self._by_host.values() for call in line]
+        self._by_host.clear()
+        self._count = 0
+        return calls
+
+
+class Instance:
+    """One running copy of a server: a child, the upstream on its pipes, and its lease count."""
+
+    def __init__(self, pool, instance_id, definition, capabilities):
+        self.pool, self.id, self.definition, self.capabilities = pool, instance_id, definition, capabilities
+        self.slot = None
+        self.state = "warm"
+        self.child = self.upstream = None
+        self.started_at, self.started_wall = time.monotonic(), time.time()
+        self.used_at = self.started_at
+        self.calls = 0                   # calls that were ever sent, mcpx's own not counted
+        self.answered = 0
+        self.leases = 0                  # calls in flight, mcpx's own not counted
+        self.users = set()               # sessions that it holds state for
+        self.noise = 0
+        self.first_noise = None
+        self.stop_reason = None
+        self.unresponsive = False
+        self.rechecks = {}               # change notification -> came again meanwhile
+        self.check_due = False           # exclusive: its lists are fetched between two calls
+        self.waits_for_check = False     # its lists are being fetched for the schema cache
+        self._watch = None
+        self._pinged_at = None
+
+    def step(self, event):
+        """Change the state; a pair that is not in the table is a mistake of ours."""
+        self.state = INSTANCE_STEPS[(self.state, event)]
+
+    @property
+    def pid(self):
+        """The child's process id."""
+        return self.child.pid
+
+    # -- callbacks of the upstream ---------------------------------------------
+
+    def on_question(self, message):
+        """The server asks something; whose question it is, is told elsewhere."""
+        self.pool.listener.on_question(self, message)
+
+    def on_notification(self, message):
+        """The server tells something."""
+        self.pool.listener.on_notification(self, message)
+
+    def on_settled(self, call):
+        """A request is no longer in flight: give its lease back."""
+        if call.instance is self:
+            self.pool.give_back(self, call)
+        else:
+            self.pool.wake(self.slot)
+
+    def on_noise(self, text):
+        """A line on stdout that is not MCP: logged and skipped."""
+        self.noise += 1
+        self.pool.counters["noiseLines"] += 1
+        if self.first_noise is None:
+            self.first_noise = text
+        if self.noise <= 100:
+            self.pool.log.warning("server %s wrote a line that is no MCP message: %s",
+                                  self.definition.server.name, text[:200])
+        if self.state == "starting" and text.lower().startswith("content-length:"):
+            self.pool.start_failed(self, StartFailed(
+                "it frames messages with Content-Length headers; MCP over stdio wants one JSON object per line"))
+
+
+class Slot:
+    """The place of one (server, definition, key): its instance, if any, and who waits for it."""
+
+    def __init__(self, pool, definition, key, scope, config_generation):
+        self.pool, self.definition, self.key, self.scope = pool, definition, key, scope
+        self.generation = config_generation
+        self.server = definition.server
+        self.queue = FairQueue()
+        self.waiters = []                # callbacks(error) of those who want it started only
+        self.instance = None
+        self.leaving = None              # the instance before this one, until it is gone
+        self.capabilities = {}           # what the next start declares
+        self.hosts = set()               # connected hosts that have used it
+        self.subscriptions = {}          # uri -> set of hosts
+        self.level = None                # most verbose log level that somebody wants
+        self.tasks = set()               # upstream ids of tasks that have not ended
+        self.named = False               # its session was named by a caller
+        self.held = False                # no new calls while it is found out who was asked
+        self.ended = None                # why no new call comes, once nothing may
+        self.restarts = 0
+        self.last_error = None
+        self.used_at = time.monotonic()
+        self.idle_timer = self.capacity_timer = self.start_timer = None
+
+    @property
+    def name(self):
+        """(server, digest, key): unique among slots."""
+        return self.server.name, self.definition.digest, self.key.text
+
+    def at_rest(self):
+        """Is nothing going on or open here?"""
+        return not (self.queue or self.waiters or self.subscriptions or self.tasks
+                    or (self.instance and (self.instance.leases or self.instance.waits_for_check)))
+
+
+class Backoff:
+    """When a definition that keeps failing may be started again."""
+
+    __slots__ = ("failures", "next_at", "error")
+
+    def __init__(self):
+        self.failures, self.next_at, self.error = 0, 0.0, None
+
+
+class Pool:
+    """Instances by (server, definition, key): lease, queue, idle, caps, back-off, health.
+
+    listener.on_question / on_notification / on_ready / on_gone(instance) are told what
+    happens on instances.
+    """
+
+    def __init__(self, loop, log, config, incarnation, directories):
+        self.loop, self.log, self.config = loop, log, config
+        self.incarnation, self.directories = incarnation, directories
+        self.listener = None
+        self.slots = {}                  # Slot.name -> Slot
+        self.by_server = {}              # server name -> set of Slot
+        self.instances = {}              # instance id -> Instance, until its family is gone
+        self.warm = {}                   # (server, digest) -> [Instance]
+        self.backoffs = {}               # (server, digest) -> Backoff
+        self.counters = collections.Counter()
+        self.lost_state = collections.OrderedDict()   # (server, key) -> (reason, sessions)
+        self.waiting_for_capacity = []   # slots, oldest first
+        self.generations = collections.Counter()      # server -> how often its entry changed
+        self.cold_launches = {}          # package launcher key -> slot that starts first
+        self.launched = set()            # launcher keys that have come up once
+        self.logs = {}                   # server -> RotatedFile
+        self.draining = None             # reason, once nothing may be started any more
+        self._next_instance = 0
+        self._looked_at = 0.0
+        graces = (config.get("stop.eofGrace"), config.get("stop.termGrace"))
+        self.orphans = Orphans(loop, directories["children"], graces, self._orphans_cleared)
+
+    # -- doors -----------------------------------------------------------------
+
+    def slot_for(self, definition, key, capabilities, identity):
+        """Return the slot of a caller, made if there is none."""
+        name = (definition.server.name, definition.digest, key.text)
+        slot = self.slots.get(name)
+        if slot is None:
+            scope = self.config.get("scope", definition.server)
+            slot = Slot(self, definition, key, scope, self.generations[definition.server.name])
+            self.slots[name] = slot
+            self.by_server.setdefault(definition.server.name, set()).add(slot)
+        if slot.instance is None:
+            # The next start is for this caller: its environment and what it can be asked.
+            slot.definition, slot.capabilities = definition, capabilities
+        slot.named = slot.named or identity.named
+        slot.ended = None
+        slot.used_at = time.monotonic()
+        return slot
+
+    def keep_slot(self, slot):
+        """Return the slot of that name, putting this one back if it was removed meanwhile."""
+        slot = self.slots.setdefault(slot.name, slot)
+        self.by_server.setdefault(slot.server.name, set()).add(slot)
+        for host in slot.hosts:
+            host.slots.add(slot)
+        return slot
+
+    def submit(self, call, slot):
+        """Have a call sent on the slot's instance: now, after a start, or after waiting."""
+        limit = self.config.get("limits.waiting", slot.server)
+        if len(slot.queue) >= limit:
+            call.fail(LimitReached("%d calls already wait for server %s; try later, or raise limits.waiting"
+                                   % (len(slot.queue), slot.server.name)))
+            return
+        call.slot = slot
+        if call.host is not None:
+            slot.hosts.add(call.host)
+            call.host.slots.add(slot)
+        slot.queue.push(call)
+        self.wake(slot)
+
+    def prepare(self, slot, on_ready):
+        """Have the slot's instance started without a call; `on_ready(error)` says how it went."""
+        if slot.instance is not None and slot.instance.state in ("idle", "busy"):
+            on_ready(None)
+            return
+        slot.waiters.append(on_ready)
+        self.wake(slot)
+
+    def cancel(self, call, reason):
+        """Give up a call: out of the queue, or a cancel for the one the server knows."""
+        if call.done or call.cancelled:
+            return
+        call.cancelled = call.done = True
+        slot, instance = call.slot, call.instance
+        if instance is not None and call.wire_id in instance.upstream.in_flight:
+            instance.upstream.cancel(call, reason)
+            grace = self.config.get("cancelGrace", slot.server)
+            self.loop.call_later(grace, lambda: instance.upstream.drop(call))
+        elif slot is not None and slot.queue.remove(call):
+            self._rested(slot)
+
+    def give_back(self, instance, call):
+        """A lease comes back: the call was answered, or its cancelled work is over."""
+        call.instance = None
+        instance.leases -= 1
+        instance.answered += 1
+        instance.used_at = instance.slot.used_at = time.monotonic()
+        if instance.answered == 1:
+            self.backoffs.pop((instance.slot.server.name, instance.definition.digest), None)
+        if not instance.leases and instance.state == "busy":
+            instance.step("rest")
+        self.listener.on_lease_back(instance)
+        self.wake(instance.slot)
+
+    def leave(self, slot, host):
+        """A host is gone or no longer uses the slot."""
+        slot.hosts.discard(host)
+        for uri in [uri for uri, hosts in slot.subscriptions.items() if host in hosts]:
+            self.unsubscribe(slot, uri, host)
+        self._rested(slot)
+
+    def end(self, slot, reason):
+        """Nothing more will come for this slot: end its instance when its calls are settled."""
+        slot.ended = reason
+        slot.subscriptions.clear()
+        self._rested(slot)
+
+    def retire(self, server_name, reason):
+        """A server's entry changed or went: its instances end as soon as they are idle."""
+        self.generations[server_name] += 1
+        for key in [key for key in self.warm if key[0] == server_name]:
+            for instance in self.warm.pop(key):
+                self.stop(instance, reason)
+        for key in [key for key in self.backoffs if key[0] == server_name]:
+            del self.backoffs[key]
+        for slot in list(self.by_server.get(server_name, ())):
+            self.end(slot, reason)
+
+    def stop(self, instance, reason):
+        """End an instance; what is in flight on it is settled as lost once it has gone."""
+        if instance.state in ("stopping", "down"):
+            return
+        instance.stop_reason = instance.stop_reason or reason
+        self.log.info("instance %s of %s ends: %s", instance.id, instance.definition.server.name, reason)
+        instance.step("stop")
+        self._disarm(instance)
+        slot = instance.slot
+        if slot is not None and slot.instance is instance:
+            slot.instance, slot.leaving = None, instance
+            self._forget_timer(slot, "start_timer")
+            self._forget_timer(slot, "idle_timer")
+        instance.child.stop()
+
+    def subscribe(self, slot, uri, host):
+        """Count a subscription; returns whether the server must be told."""
+        hosts = slot.subscriptions.setdefault(uri, set())
+        hosts.add(host)
+        slot.hosts.add(host)
+        host.slots.add(slot)
+        return len(hosts) == 1
+
+    def unsubscribe(self, slot, uri, host):
+        """Uncount a subscription, and tell the server when it was the last."""
+        hosts = slot.subscriptions.get(uri)
+        if hosts is None or host not in hosts:
+            return
+        hosts.discard(host)
+        if not hosts:
+            del slot.subscriptions[uri]
+            if slot.instance is not None and slot.instance.state in ("idle", "busy"):
+                slot.instance.upstream.send(Call("resources/unsubscribe", {"uri": uri}, lambda *_: None))
+        self._rested(slot)
+
+    def set_level(self, slot, level):
+        """Have the server log at `level` from now on, also after a restart."""
+        if level is not None and level != slot.level:
+            slot.level = level
+            instance = slot.instance
+            if instance is not None and instance.state in ("idle", "busy"):
+                self._send_level(instance, level)
+
+    def _send_level(self, instance, level):
+        if "logging" in instance.upstream.capabilities:
+            instance.upstream.send(Call("logging/setLevel", {"level": level}, lambda *_: None))
+
+    # -- the one place that decides what happens next in a slot ------------------
+
+    def wake(self, slot):
+        """Send what can be sent, start what must be started, let end what may end."""
+        if slot is None:
+            return
+        instance = slot.instance
+        if instance is not None and instance.state in ("idle", "busy"):
+            self._send_waiting(slot, instance)
+        elif instance is None and (slot.queue or slot.waiters):
+            self._want_start(slot)
+        self._rested(slot)
+
+    def _send_waiting(self, slot, instance):
+        exclusive = self.config.get("sharing", slot.server) == "exclusive"
+        queue_limit = self.config.get("limits.childQueueBytes")
+        if exclusive and instance.check_due and not instance.upstream.in_flight:
+            instance.check_due = False
+            self.listener.on_ready(instance)
+        while slot.queue and not slot.held and not (exclusive and instance.upstream.in_flight):
+            call = slot.queue.pop()
+            if instance.child.stdout.queued_bytes > queue_limit:
+                call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
+                                       % (slot.server.name, instance.child.stdout.queued_bytes)))
+                continue
+            call.instance = instance
+            instance.leases += 1
+            instance.calls += 1
+            instance.used_at = slot.used_at = time.monotonic()
+            if instance.state == "idle":
+                instance.step("lease")
+                self._forget_timer(slot, "idle_timer")
+                self._arm(instance)
+            if call.identity is not None and call.identity.session is not None:
+                instance.users.add(call.identity.session)
+            instance.upstream.send(call)
+
+    def _rested(self, slot):
+        """If nothing goes on in a slot, end it, or have it end after its idle time."""
+        if slot.name not in self.slots or not slot.at_rest():
+            return
+        instance = slot.instance
+        if instance is None:
+            if slot.leaving is None:
+                self._remove(slot)
+            return
+        if instance.state != "idle" or instance.upstream.in_flight:
+            return
+        if slot.ended or slot.key.text.startswith("call:"):
+            self.stop(instance, slot.ended or "its call is over")
+        elif slot.idle_timer is None:
+            self._arm_idle(slot, self.config.get("idleTimeout", slot.server))
+        if self.waiting_for_capacity:
+            self.loop.soon(self._retry_capacity)
+
+    def _arm_idle(self, slot, delay):
+        def due():
+            slot.idle_timer = None
+            instance = slot.instance
+            if instance is None or not slot.at_rest() or instance.state != "idle":
+                return
+            timeout = self.config.get("idleTimeout", slot.server)
+            left = instance.used_at + timeout - time.monotonic()
+            running = sum(1 for s in self.by_server.get(slot.server.name, ()) if s.instance is not None)
+            if left <= 0.001 and running > self.config.get("min", slot.server):
+                self.stop(instance, "idle for %gs" % timeout)
+            else:
+                # Also where `min` keeps it: look again, as others may have come.
+                self._arm_idle(slot, left if left > 0.001 else max(timeout, 1.0))
+        slot.idle_timer = self.loop.call_later(max(delay, 0.001), due)
+
+    def _remove(self, slot):
+        self._forget_timer(slot, "idle_timer")
+        self._forget_timer(slot, "capacity_timer")
+        self.slots.pop(slot.name, None)
+        siblings = self.by_server.get(slot.server.name)
+        if siblings is not None:
+            siblings.discard(slot)
+            if not siblings:
+                del self.by_server[slot.server.name]
+        for host in slot.hosts:
+            host.slots.discard(slot)
+        # A slot of an older entry may have held the place of this key.
+        for other in list(self.by_server.get(slot.server.name, ())):
+            if other.instance is None and (other.queue or other.waiters):
+                self.loop.soon(lambda other=other: self.wake(other))
+
+    # -- starting ----------------------------------------------------------------
+
+    def _want_start(self, slot):
+        if self.draining:
+            self._fail_slot(slot, StartFailed("mcpx is ending: %s" % self.draining))
+        elif slot.leaving is not None or self._place_taken(slot) or self.orphans.holds(slot.server.name):
+            return                       # woken again when that has gone
+        elif self._backing_off(slot):
+            return
+        elif not self._has_capacity(slot):
+            self._wait_for_capacity(slot)
+        elif self._another_launch_first(slot):
+            return
+        else:
+            self._start(slot)
+
+    def _place_taken(self, slot):
+        """Does an instance of the same key, started from an older entry, still live?"""
+        return any(other is not slot and other.key.text == slot.key.text and other.generation < slot.generation
+                   and (other.instance or other.leaving)
+                   for other in self.by_server.get(slot.server.name, ()))
+
+    def _backing_off(self, slot):
+        backoff = self.backoffs.get((slot.server.name, slot.definition.digest))
+        if backoff is None or slot.start_timer is not None:
+            return slot.start_timer is not None
+        wait = backoff.next_at - time.monotonic()
+        if wait <= 0:
+            return False
+        if wait <= 2.0:
+            # So short that the caller is better served by waiting than by an error.
+            def again():
+                slot.start_timer = None
+                self.wake(slot)
+            slot.start_timer = self.loop.call_later(wait, again)
+            return True
+        self._fail_slot(slot, StartFailed(
+            "server %s has failed %d times and is started again in %.0fs at the earliest. The last time: %s"
+            % (slot.server.name, backoff.failures, wait + 0.5, backoff.error)))
+        return True
+
+    def _has_capacity(self, slot):
+        """Is there room under `max` and `maxInstances`, if need be after an eviction?"""
+        limit = self.config.get("max", slot.server)
+        mine = [i for i in self.instances.values() if i.slot is not None and i.slot.server.name == slot.server.name]
+        if limit and len(mine) >= limit:
+            self._evict(mine)
+            return False
+        total = self.config.get("maxInstances")
+        if total and len(self.instances) - sum(map(len, self.warm.values())) >= total:
+            self._evict(list(self.instances.values()))
+            return False
+        return True
+
+    def _evict(self, candidates):
+        """End the least recently used idle instance that may go, unless one is going already."""
+        if any(instance.state == "stopping" for instance in candidates):
+            return
+        free = [instance for instance in candidates if self._may_evict(instance)]
+        if free:
+            self.stop(min(free, key=lambda instance: instance.used_at), "evicted: others wait for an instance")
+
+    def _may_evict(self, instance):
+        slot = instance.slot
+        if slot is None or instance.state != "idle" or not slot.at_rest():
+            return False
+        if not instance.calls:
+            return True                  # it holds nobody's state
+        if slot.hosts:
+            return False
+        return not (slot.named and time.monotonic() - instance.used_at < self.config.get("keep"))
+
+    def _wait_for_capacity(self, slot):
+        if slot in self.waiting_for_capacity:
+            return
+        self.waiting_for_capacity.append(slot)
+        timeout = self.config.get("queueTimeout", slot.server)
+
+        def give_up():
+            slot.capacity_timer = None
+            self._stop_waiting(slot)
+            self._fail_slot(slot, LimitReached(self._capacity_text(slot, timeout)))
+        slot.capacity_timer = self.loop.call_later(timeout, give_up)
+
+    def _capacity_text(self, slot, timeout):
+        limit = self.config.get("max", slot.server)
+        mine = [i for i in self.instances.values() if i.slot is not None and i.slot.server.name == slot.server.name]
+        if limit and len(mine) >= limit:
+            holders, setting, bound = mine, "max", limit
+        else:
+            holders, setting, bound = list(self.instances.values()), "maxInstances", self.config.get("maxInstances")
+        names = ", ".join("%s (%s, %s)" % (i.slot.key.text, i.slot.server.name, i.state)
+                          for i in holders[:8] if i.slot is not None)
+        return ("no instance of server %s became free in %gs: all %d are in use by %s%s. Raise `%s` (now %d), or "
+                "shorten idleTimeout" % (slot.server.name, timeout, len(holders), names,
+                                         " and others" if len(holders) > 8 else "", setting, bound))
+
+    def _stop_waiting(self, slot):
+        if slot in self.waiting_for_capacity:
+            self.waiting_for_capacity.remove(slot)
+        self._forget_timer(slot, "capacity_timer")
+
+    def _retry_capacity(self):
+        for slot in list(self.waiting_for_capacity):
+            if not (slot.queue or slot.waiters):
+                self._stop_waiting(slot)
+                self._rested(slot)
+            elif self._has_capacity(slot):
+                self._stop_waiting(slot)
+                self.wake(slot)
+            else:
+                # A slot whose server has room may still go; one whose server has none waits.
+                continue
+
+    def _another_launch_first(self, slot):
+        """First starts of one package through npx or uvx run one after the other.
+
+        npm's per-package directory is not locked: parallel first installs corrupt it.
+        """
+        key = launcher_key(slot.definition.argv)
+        if key is None or key in self.launched:
+            return False
+        first = self.cold_launches.setdefault(key, slot)
+        return first is not slot and first.instance is not None
+
+    def _launch_over(self, slot, came_up):
+        key = launcher_key(slot.definition.argv)
+        if key is None or self.cold_launches.get(key) is not slot:
+            return
+        del self.cold_launches[key]
+        if came_up:
+            self.launched.add(key)
+        for other in list(self.slots.values()):
+            if other.instance is None and (other.queue or other.waiters):
+                self.loop.soon(lambda other=other: self.wake(other))
+
+    def _start(self, slot):
+        instance = self._take_warm(slot)
+        try:
+            if instance is None:
+                instance = self._spawn(slot.definition, slot.capabilities, slot.key.text)
+        except StartFailed as error:
+            self._note_failure(slot.definition, error.message)
+            self._launch_over(slot, False)
+            self._fail_slot(slot, StartFailed("server %s: %s" % (slot.server.name, error.message)))
+            return
+        instance.slot, instance.capabilities = slot, slot.capabilities
+        instance.step("take")
+        slot.instance = instance
+        self._record(instance)
+        timeout = self.config.get("startTimeout", slot.server)
+        slot.start_timer = self.loop.call_later(timeout, lambda: self.start_failed(instance, StartFailed(
+            "it did not answer initialize within %gs (startTimeout)" % timeout)))
+        instance.upstream.handshake(slot.capabilities, lambda error: self._handshaken(instance, error))
+
+    def _spawn(self, definition, capabilities, key_text):
+        self._next_instance += 1
+        instance_id = "%s-%d" % (self.incarnation, self._next_instance)
+        server = definition.server
+        instance = Instance(self, instance_id, definition, capabilities)
+        graces = (self.config.get("stop.eofGrace"), self.config.get("stop.termGrace"))
+        child = Child(self.loop, instance_id, self.server_log(server.name),
+                      self.config.get("keepProcesses", server), graces,
+                      os.path.join(self.directories["children"], instance_id + ".json"))
+        instance.child = child
+        values, port_holder = {"id": instance_id}, None
+        try:
+            wanted = definition.placeholders()
+            if "tmpdir" in wanted:
+                values["tmpdir"] = child.tmpdir = tempfile.mkdtemp(prefix="mcpx-%s-" % safe_file_name(server.name))
+            if "port" in wanted:
+                port_holder = socket.socket()
+                port_holder.bind(("127.0.0.1", 0))
+                values["port"] = port_holder.getsockname()[1]
+            argv = [fill_placeholders(part, values, server.name) for part in definition.argv]
+            env = {name: fill_placeholders(value, values, server.name) if "{" in value else value
+                   for name, value in definition.env.items()}
+            env[INSTANCE_VARIABLE] = instance_id
+            cwd = fill_placeholders(definition.cwd, values, server.name) if definition.cwd else None
+            child.record(self._facts(definition, key_text))
+            if port_holder is not None:
+                port_holder.close()
+            limit = self.config.get("limits.lineBytes")
+            child.on_exit = lambda status: self._exited(instance)
+            child.on_gone = lambda: self._gone(instance)
+            child.spawn(argv, env, cwd or os.path.expanduser("~"), limit,
+                        lambda lines: instance.upstream.on_lines(lines),
+                        lambda reason: self._stdout_ended(instance))
+        except (StartFailed, OSError) as error:
+            if port_holder is not None:
+                port_holder.close()
+            self._unrecord(child)
+            raise error if isinstance(error, StartFailed) else StartFailed(str(error))
+        instance.upstream = Upstream(child.stdout, instance, self.counters)
+        self.instances[instance_id] = instance
+        self.log.info("server %s started for %s: instance %s, pid %d", server.name, key_text, instance_id, child.pid)
+        return instance
+
+    def _facts(self, definition, key_text):
+        return {"server": definition.server.name, "digest": definition.digest, "key": key_text,
+                "command": definition.argv[0], "boot": self.directories["boot"],
+                "owner": self.directories["owner"],
+                "keep": self.config.get("keepProcesses", definition.server)}
+
+    def _record(self, instance):
+        key_text = instance.slot.key.text if instance.slot is not None else ""
+        instance.child.record(self._facts(instance.definition, key_text))
+
+    def _unrecord(self, child):
+        if child.tmpdir:
+            shutil.rmtree(child.tmpdir, ignore_errors=True)
+        try:
+            os.unlink(child.record_path)
+        except OSError:
+            self.log.debug("the record of %s was not removed", child.instance_id)
+
+    def server_log(self, name):
+        """Return the log file of a server's stderr."""
+        if name not in self.logs:
+            path = os.path.join(self.directories["logs"], safe_file_name(name) + ".log")
+            self.logs[name] = RotatedFile(path, self.config.get("log.maxBytes"), self.config.get("log.files"))
+        return self.logs[name]
+
+    def _handshaken(self, instance, error):
+        if instance.state != "starting":
+            return
+        if error is not None:
+            self.start_failed(instance, error)
+            return
+        slot = instance.slot
+        self._forget_timer(slot, "start_timer")
+        self._launch_over(slot, True)
+        instance.step("ready")
+        slot.last_error = None
+        waiters, slot.waiters = slot.waiters, []
+        if slot.level is not None:
+            self._send_level(instance, slot.level)
+        for uri in slot.subscriptions:
+            instance.upstream.send(Call("resources/subscribe", {"uri": uri}, lambda *_: None))
+        for waiter in waiters:
+            waiter(None)
+        # The check of its lists comes behind the calls that wait for this start.
+        self.wake(slot)
+        if self.config.get("sharing", slot.server) == "exclusive" and instance.upstream.in_flight:
+            instance.check_due = True
+        elif instance.state in ("idle", "busy"):
+            self.listener.on_ready(instance)
+
+    def start_failed(self, instance, error):
+        """A start came to nothing: tell those who wait, with everything that explains it."""
+        slot = instance.slot
+        if instance.state != "starting":
+            return
+        error = self.explain(instance, error)
+        self._note_failure(instance.definition, error.message)
+        self._forget_timer(slot, "start_timer")
+        slot.instance, slot.leaving = None, instance
+        instance.stop_reason = "its start failed"
+        instance.step("stop")
+        if instance.child.status is None:
+            instance.child.stop()
+        self._fail_slot(slot, error)
+        self._launch_over(slot, False)
+
+    def explain(self, instance, error):
+        """Return the error of a failed or dead instance with command, exit status and stderr."""
+        server = instance.definition.server
+        lines = [line for line in instance.child.stderr_tail if line.strip()][-6:]
+        text = hide_secrets("\n".join(lines), instance.definition.secrets)
+        parts = ["server %s (%s): %s" % (server.name, instance.definition.argv[0], error.message)]
+        if instance.first_noise is not None and instance.state == "starting":
+            parts.append("its stdout had %d lines that are no MCP messages, the first: %s"
+                         % (instance.noise, printable(instance.first_noise[:200])))
+        if text:
+            parts.append("its last words on stderr: " + text)
+        data = {"server": server.name, "status": instance.child.describe_end(), "stderr": text}
+        if not isinstance(error, StartFailed):
+            # The server's own answer to initialize is passed on as it is.
+            return error
+        return StartFailed("; ".join(parts), data)
+
+    def _fail_slot(self, slot, error):
+        slot.last_error = error.message
+        self._stop_waiting(slot)
+        waiters, slot.waiters = slot.waiters, []
+        for waiter in waiters:
+            waiter(error)
+        for call in slot.queue.drain():
+            call.fail(error)
+        self._rested(slot)
+
+    def _note_failure(self, definition, text):
+        backoff = self.backoffs.setdefault((definition.server.name, definition.digest), Backoff())
+        backoff.failures += 1
+        pause = self.config.get("backoff.first") * 2 ** min(backoff.failures - 1, 20)
+        backoff.next_at = time.monotonic() + min(pause, self.config.get("backoff.max"))
+        backoff.error = text
+        self.log.warning("server %s failed (%d in a row): %s", definition.server.name, backoff.failures, text)
+
+    # -- ending --------------------------------------------------------------------
+
+    def _stdout_ended(self, instance):
+        """It can answer nothing any more, whether or not the process goes on."""
+        if instance.child.status is None and instance.state in ("warm", "starting", "idle", "busy"):
+            if instance.state == "starting":
+                # Mostly the process is about to exit; its status makes a better message.
+                self.loop.call_later(0.5, lambda: self.start_failed(
+                    instance, StartFailed("it closed its stdout before it was ready")))
+                return
+            self._settle_lost(instance, "closed its stdout")
+            self.stop(instance, "it closed its stdout")
+
+    def _exited(self, instance):
+        """The process has ended: settle what was in flight, make room for the next."""
+        ended = instance.child.describe_end()
+        if instance.state == "starting":
+            self.start_failed(instance, StartFailed("it ended before it was ready, %s" % ended))
+        expected = instance.state == "stopping"
+        if not expected:
+            self.log.warning("instance %s of %s ended by itself: %s", instance.id,
+                             instance.definition.server.name, ended)
+            instance.stop_reason = "the server ended: %s" % ended
+            if time.monotonic() - instance.started_at > LONG_UPTIME_S:
+                self.backoffs.pop((instance.definition.server.name, instance.definition.digest), None)
+            elif instance.state != "warm" and not instance.answered:
+                self._note_failure(instance.definition, self.explain(instance, StartFailed(ended)).message)
+        slot = instance.slot
+        self._disarm(instance)
+        instance.step("exit")
+        if slot is not None and slot.instance is instance:
+            slot.instance, slot.leaving = None, instance
+            slot.restarts += 1
+            slot.last_error = "ended: %s" % ended
+            self._forget_timer(slot, "idle_timer")
+        self._settle_lost(instance, "ended: %s" % ended)
+
+    def _settle_lost(self, instance, what):
+        """Everything in flight on a dead instance is sent once more, or reported lost.
+
+        Once more, with a new id: every method but tools/call, and tools/call where the tool's
+        listed hints allow it (`may_repeat`). A cancelled call never; a second loss is told.
+        """
+        calls = instance.upstream.take_all() if instance.upstream is not None else []
+        if not calls:
+            return
+        error = self.explain(instance, StartFailed(what))
+        for call in calls:
+            if call.instance is not instance:
+                call.fail(StreamLost(error.message))
+                continue
+            call.instance = None
+            instance.leases -= 1
+            if call.cancelled or call.done:
+                continue
+            if call.may_repeat and call.attempts < 2 and not self.draining and call.slot.ended is None:
+                call.slot.queue.push(call, first=True)
+            else:
+                call.fail(StreamLost("%s; whether the request was carried out is not known" % error.message))
+
+    def _gone(self, instance):
+        """Nothing of the instance is left: its key is free again."""
+        self.instances.pop(instance.id, None)
+        if instance.users:
+            name = (instance.definition.server.name, instance.slot.key.text)
+            _, others = self.lost_state.pop(name, (None, set()))
+            self.lost_state[name] = (instance.stop_reason, others | instance.users)
+            while len(self.lost_state) > 1000:
+                self.lost_state.popitem(last=False)
+        if instance.child.hardest == "SIGKILL":
+            self.log.warning("instance %s of %s needed SIGKILL", instance.id, instance.definition.server.name)
+        for warm in self.warm.values():
+            if instance in warm:
+                warm.remove(instance)
+        slot = instance.slot
+        self.listener.on_gone(instance)
+        if slot is not None and slot.leaving is instance:
+            slot.leaving = None
+            if slot.subscriptions and not slot.ended and not self.draining:
+                # Somebody listens: events would be missed until the next call.
+                slot.waiters.append(lambda error: None)
+            self.wake(slot)
+        if self.waiting_for_capacity:
+            self.loop.soon(self._retry_capacity)
+        if self.draining is None:
+            for other in list(self.by_server.get(instance.definition.server.name, ())):
+                if other is not slot and other.instance is None and (other.queue or other.waiters):
+                    self.loop.soon(lambda other=other: self.wake(other))
+
+    def _orphans_cleared(self):
+        for slot in list(self.slots.values()):
+            self.wake(slot)
+
+    def lost_state_of(self, server_name, key_text, session):
+        """Return, once, why an instance that this session had used was replaced; else None."""
+        if not self.lost_state:
+            return None
+        reason, sessions = self.lost_state.get((server_name, key_text), (None, ()))
+        if session not in sessions:
+            return None
+        sessions.discard(session)
+        if not sessions:
+            del self.lost_state[(server_name, key_text)]
+        return reason
+
+    # -- warm processes --------------------------------------------------------------
+
+    def keep_warm(self, definitions):
+        """Have `warm` started processes per definition, as far as the settings ask for them."""
+        for definition in definitions:
+            wanted = self.config.get("warm", definition.server)
+            key = (definition.server.name, definition.digest)
+            ready = self.warm.setdefault(key, [])
+            while len(ready) < wanted and not self.draining and not self.orphans.holds(definition.server.name):
+                backoff = self.backoffs.get(key)
+                if backoff is not None and backoff.next_at > time.monotonic():
+                    return
+                try:
+                    ready.append(self._spawn(definition, {}, "(warm)"))
+                except StartFailed as error:
+                    self._note_failure(definition, error.message)
+                    return
+
+    def _take_warm(self, slot):
+        ready = self.warm.get((slot.server.name, slot.definition.digest))
+        if not ready:
+            return None
+        instance = ready.pop(0)
+        self.loop.soon(lambda: self.keep_warm([instance.definition]))
+        return instance
+
+    # -- health ------------------------------------------------------------------------
+
+    def _arm(self, instance):
+        if instance._watch is None:
+            instance._watch = self.loop.call_later(self._watch_delay(instance), lambda: self._watched(instance))
+
+    def _disarm(self, instance):
+        if instance._watch is not None:
+            instance._watch.cancel()
+            instance._watch = None
+        instance.unresponsive, instance._pinged_at = False, None
+
+    def _watch_delay(self, instance):
+        server = instance.definition.server
+        delays = [self.config.get("pingAfter", server), self.config.get("callTimeout", server)]
+        if instance._pinged_at is not None and self.config.get("pingTimeout", server):
+            delays.append(self.config.get("pingTimeout", server))
+        return max(0.05, min(delay for delay in delays if delay) / 2 if any(delays) else 3600)
+
+    def _watched(self, instance):
+        """Look after the calls in flight: one timer per busy instance, none for idle ones."""
+        instance._watch = None
+        if instance.state != "busy":
+            self._disarm(instance)
+            return
+        now, server = time.monotonic(), instance.definition.server
+        timeout = self.config.get("callTimeout", server)
+        for call in list(instance.upstream.in_flight.values()):
+            if timeout and call.host is not None and not call.cancelled and now - call.active_at >= timeout:
+                self._time_out(instance, call, timeout)
+        self._check_silence(instance, now)
+        if instance.state == "busy":
+            self._arm(instance)
+        if now - self._looked_at > 10:
+            self._looked_at = now
+            table = ProcessTable()
+            for other in self.instances.values():
+                if other.child.status is None:
+                    other.child.look(table)
+
+    def _time_out(self, instance, call, timeout):
+        finish = call.on_finish
+        self.cancel(call, "callTimeout of %gs" % timeout)
+        finish(call, {"error": LimitReached(
+            "server %s gave neither answer nor progress for %gs; the call was cancelled. Raise callTimeout if it "
+            "may take longer" % (instance.definition.server.name, timeout)).as_object()}, None)
+
+    def _check_silence(self, instance, now):
+        server = instance.definition.server
+        silent = now - instance.child.stdout.received_at
+        if silent < self.config.get("pingAfter", server):
+            instance.unresponsive, instance._pinged_at = False, None
+            return
+        if instance._pinged_at is None:
+            instance._pinged_at = now
+            instance.upstream.send(Call("ping", None, lambda *_: None))
+            return
+        limit = self.config.get("pingTimeout", server)
+        instance.unresponsive = True
+        if limit and now - instance._pinged_at >= limit:
+            self._settle_lost(instance, "did not answer a ping for %gs" % limit)
+            self.stop(instance, "it did not answer a ping for %gs (pingTimeout)" % limit)
+            instance.child.kill()
+
+    # -- the whole -----------------------------------------------------------------------
+
+    def busy(self):
+        """Is any caller's request in flight or waiting?"""
+        return any(slot.queue or (slot.instance and slot.instance.leases) for slot in self.slots.values())
+
+    def stop_all(self, reason):
+        """End every instance; `draining` keeps new ones from starting."""
+        self.draining = reason
+        for slot in list(self.slots.values()):
+            slot.subscriptions.clear()
+            slot.tasks.clear()
+            if slot.queue or slot.waiters:
+                self._fail_slot(slot, StreamLost("mcpx is ending: %s" % reason))
+        for instance in list(self.instances.values()):
+            self.stop(instance, reason)
+
+    def _forget_timer(self, slot, name):
+        timer = getattr(slot, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(slot, name, None)
+
+
+def launcher_key(argv):
+    """Return what identifies the package of a package launcher's command line, or None."""
+    launcher = os.path.basename(argv[0])
+    if launcher not in ("npx", "uvx", "bunx", "pnpx", "pipx"):
+        return None
+    for part in argv[1:]:
+        if not part.startswith("-") and part != "run":
+            return launcher, part
+    return None
+
+
+def hide_secrets(text, secrets):
+    """Return `text` with every secret value replaced by ***."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
+# ---------------------------------------------------------------------------
+# Surface: what does a host see
+#
+# The schema cache (what each server answered to initialize and its lists, in memory and on
+# disk) and the names under which a host reaches it: as they are where one server is passed
+# through, `<server>_<name>` where several are merged. Streams and processes are elsewhere.
+# ---------------------------------------------------------------------------
+
+LIST_KINDS = ("tools", "prompts", "resources", "resourceTemplates")
+KIND_METHODS = {kind: method for method, kind in LIST_METHODS.items()}
+# Which list a change notification is about.
+CHANGED_KINDS = {"notifications/tools/list_changed": ("tools",),
+                 "notifications/prompts/list_changed": ("prompts",),
+                 "notifications/resources/list_changed": ("resources", "resourceTemplates")}
+KIND_CHANGED = {kind: method for method, kinds in CHANGED_KINDS.items() for kind in kinds}
+
+
+class Schema:
+    """What one definition answered, given what it was told its client can do.
+
+    `known` once it has answered initialize and its lists; `generation` counts changes, so
+    that a cursor into an older list can be told. `watchers` are the hosts that were shown
+    it; `waiters` callbacks(error) of those who wait for it to become known.
+    """
+
+    def __init__(self, key, path):
+        self.key, self.path = key, path
+        self.known = False
+        self.revision, self.capabilities, self.info, self.instructions = LATEST_LEGACY, {}, {}, None
+        self.lists = {kind: [] for kind in LIST_KINDS}
+        self.generation = 0
+        self.verified_at = -1e9
+        self.watchers = set()
+        self.waiters = []
+        self.filling = False
+        self._encoded = {}               # (kind, revision, offset) -> result bytes
+        self._tools = None               # name -> tool
+
+    def tool(self, name):
+        """Return the listed tool of that name, or None."""
+        if self._tools is None:
+            self._tools = {tool.get("name"): tool for tool in self.lists["tools"]}
+        return self._tools.get(name)
+
+    def offers(self, kind):
+        """Does the server declare the capability that this list belongs to?"""
+        return LIST_CAPABILITY[kind] in self.capabilities
+
+    def set_list(self, kind, items):
+        """Replace a list; returns whether it differs from before."""
+        if self.lists[kind] == items:
+            return False
+        self.lists[kind] = items
+        self.generation += 1
+        self._encoded.clear()
+        self._tools = None
+        return True
+
+    def page(self, kind, revision, offset, size):
+        """Return one page of a list for a host of `revision`, as encoded result bytes."""
+        data = self._encoded.get((kind, revision, offset, size))
+        if data is None:
+            data = encode_page(kind, self.lists[kind], self.revision, revision, offset, size, self.generation)
+            self._encoded[(kind, revision, offset, size)] = data
+        return data
+
+    def as_dict(self):
+        """What is kept on disk."""
+        return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
+                "instructions": self.instructions, "lists": self.lists}
+
+
+def encode_page(kind, items, from_revision, revision, offset, size, generation):
+    """Return a list result with `size` items from `offset` on, spelled for `revision`."""
+    part = items[offset:offset + size] if size else items
+    result = {kind: part}
+    if from_revision != revision:
+        result = spell_result(KIND_METHODS[kind], result, revision)
+    if size and offset + size < len(items):
+        result = dict(result, nextCursor=make_cursor(generation, offset + size))
+    return encode_json(result)
+
+
+def make_cursor(generation, offset):
+    """Return an opaque cursor into a list of one generation."""
+    return "%x.%x" % (generation, offset)
+
+
+def read_cursor(cursor, generation):
+    """Return the offset of a cursor. Raises RpcError(INVALID_PARAMS) for one of another list."""
+    if cursor is None:
+        return 0
+    match = re.match(r"^([0-9a-f]{1,12})\.([0-9a-f]{1,12})$", cursor) if isinstance(cursor, str) else None
+    if match is None or int(match.group(1), 16) != generation:
+        raise RpcError(INVALID_PARAMS, "the cursor is not of the list as it is now; list again from the start")
+    return int(match.group(2), 16)
+
+
+class SchemaStore:
+    """All schemas, by definition and declared capabilities; kept on disk, checked at each start."""
+
+    # An instance of `call` scope does not live long enough for a check at every start.
+    CALL_SCOPE_CHECK_S = 60.0
+    # An empty list may be a server that is still warming up: look again after these.
+    SECOND_LOOKS_S = (1.0, 2.0, 4.0)
+
+    def __init__(self, loop, log, directory, secret):
+        self.loop, self.log, self.directory, self.secret = loop, log, directory, secret
+        self._schemas = {}
+
+    def get(self, definition, capabilities):
+        """Return the Schema of a definition that is told `capabilities`; it may not be known yet."""
+        key = _digest(self.secret, [definition.shape, "legacy", json.dumps(capabilities, sort_keys=True)])
+        schema = self._schemas.get(key)
+        if schema is None:
+            name = "%s-%s.json" % (safe_file_name(definition.server.name), key)
+            schema = self._schemas[key] = Schema(key, os.path.join(self.directory, name))
+            self._load(schema)
+        return schema
+
+    def of_instance(self, instance):
+        """Return the Schema that an instance's answers belong to."""
+        return self.get(instance.definition, instance.capabilities)
+
+    def _load(self, schema):
+        try:
+            with open(schema.path, encoding="utf-8") as file:
+                data = json.load(file)
+            lists = {kind: data["lists"][kind] for kind in LIST_KINDS}
+            if not (isinstance(data["capabilities"], dict) and isinstance(data["serverInfo"], dict)
+                    and data["revision"] in LEGACY_REVISIONS
+                    and all(isinstance(items, list) and all(isinstance(item, dict) for item in items)
+                            for items in lists.values())):
+                raise ValueError("not a schema")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            self.log.warning("the cached schema %s is not usable (%s); it is fetched again", schema.path, error)
+            return
+        schema.revision, schema.capabilities = data["revision"], data["capabilities"]
+        schema.info, schema.instructions, schema.lists = data["serverInfo"], data["instructions"], lists
+        schema.known = True
+
+    def save(self, schema):
+        """Write a schema to disk; a failure costs the next start time, nothing else."""
+        try:
+            write_private_file(schema.path, json.dumps(schema.as_dict()).encode("utf-8"))
+        except OSError as error:
+            self.log.warning("the schema cache cannot be written: %s", error)
+
+    # -- checks ------------------------------------------------------------------
+
+    def check(self, instance, kinds=LIST_KINDS, announce=False, looks=0):
+        """Fetch lists of a ready instance, every page, and take over what differs.
+
+        `announce`: the server said that they changed, so hosts are told in any case.
+        """
+        schema = self.of_instance(instance)
+        upstream = instance.upstream
+        facts = (upstream.revision, upstream.capabilities, upstream.info, upstream.instructions)
+        if facts != (schema.revision, schema.capabilities, schema.info, schema.instructions):
+            schema.revision, schema.capabilities, schema.info, schema.instructions = facts
+            schema._encoded.clear()
+            schema.verified_at = -1e9
+        wanted = [kind for kind in kinds if schema.offers(kind)]
+        instance.waits_for_check = True
+        fetched, left = {}, set(wanted)
+
+        def got(kind, items):
+            fetched[kind] = items
+            left.discard(kind)
+            if not left:
+                self._checked(instance, schema, fetched, announce, looks)
+        if not wanted:
+            self._checked(instance, schema, {}, announce, looks)
+        for kind in wanted:
+            self._fetch(instance, kind, lambda items, kind=kind: got(kind, items))
+
+    def _fetch(self, instance, kind, on_done):
+        """Fetch one list; `on_done(items)`, or None where the server gave no usable answer."""
+        items, cursors = [], set()
+
+        def page(call, message, _line):
+            result = message.get("result")
+            part = result.get(kind) if isinstance(result, dict) else None
+            if not isinstance(part, list):
+                error = message.get("error")
+                missing = isinstance(error, dict) and error.get("code") == METHOD_NOT_FOUND
+                on_done([] if missing and not items else None)
+                return
+            items.extend(item for item in part if isinstance(item, dict))
+            cursor = result.get("nextCursor")
+            # MCP 2025-11-25, server/utilities/pagination: any string is a cursor, "" as well.
+            if isinstance(cursor, str) and cursor not in cursors and len(cursors) < MAX_PAGES:
+                cursors.add(cursor)
+                ask({"cursor": cursor})
+            else:
+                on_done(items)
+
+        def ask(params):
+            if instance.state in ("idle", "busy"):
+                instance.upstream.send(Call(KIND_METHODS[kind], params, page))
+            else:
+                on_done(None)
+        ask(None)
+
+    def _checked(self, instance, schema, fetched, announce, looks):
+        instance.waits_for_check = False
+        alive = instance.state in ("idle", "busy")
+        empty_again = [kind for kind, items in fetched.items() if items is None or (
+            not items and (schema.lists[kind] or not schema.known or looks))]
+        changed = []
+        for kind, items in fetched.items():
+            if items is None or (not items and schema.lists[kind] and not looks):
+                # Never replace a list by nothing on one look alone.
+                continue
+            if schema.set_list(kind, items) or announce:
+                changed.append(kind)
+        was_known, failed = schema.known, [kind for kind, items in fetched.items() if items is None]
+        if not alive and failed and not was_known:
+            self.settle(schema, StreamLost("the server ended while it was listed"))
+            return
+        schema.known = True
+        schema.verified_at = time.monotonic()
+        if changed or not was_known:
+            self.save(schema)
+        self.settle(schema, None)
+        for method in sorted({KIND_CHANGED[kind] for kind in changed}):
+            for host in list(schema.watchers):
+                host.on_list_changed(method)
+        if empty_again and alive and looks < len(self.SECOND_LOOKS_S):
+            def again():
+                if instance.state in ("idle", "busy"):
+                    self.check(instance, empty_again, False, looks + 1)
+            self.loop.call_later(self.SECOND_LOOKS_S[looks], again)
+        instance.pool.wake(instance.slot)
+
+    def settle(self, schema, error):
+        """Tell those who wait for a schema that it is known, or why it cannot be."""
+        schema.filling = False
+        waiters, schema.waiters = schema.waiters, []
+        for waiter in waiters:
+            waiter(error)
+
+    def is_fresh(self, schema):
+        """Was it checked so lately that an instance for one call need not check it again?"""
+        return schema.known and time.monotonic() - schema.verified_at < self.CALL_SCOPE_CHECK_S
+
+
+_NOT_IN_NAMES = r"[^A-Za-z0-9_-]"
+# Model APIs take tool names of up to 64 of these characters.
+MAX_TOOL_NAME = 64
+
+
+def merged_name(server_name, name):
+    """Return the name under which a merged endpoint offers a tool or prompt.
+
+    `<server>_<name>` where that is a legal name for model APIs; else a shortened form that
+    ends in a hash of both, so that it is the same every time and cannot collide.
+    """
+    plain = "%s_%s" % (server_name, name)
+    safe = re.sub(_NOT_IN_NAMES, "_", plain)
+    if safe == plain and len(plain) <= MAX_TOOL_NAME:
+        return plain
+    return "%s_%s" % (safe[:MAX_TOOL_NAME - 9], short_hash(server_name + "\0" + name)[:8])
+
+
+class Surface:
+    """The servers of one endpoint as one host sees them.
+
+    schemas  server name -> Schema, for the servers of the endpoint that are in use
+    """
+
+    def __init__(self, names):
+        self.names = names
+        self.schemas = {}
+        self._merged = {}                # kind -> (generations, generation, items, exposed -> (server, name))
+        self._generation = 0
+
+    @property
+    def single(self):
+        """Is one server passed through, as if the host had launched it?"""
+        return len(self.names) == 1
+
+    def known(self):
+        """Return the schemas that can be shown."""
+        return [(name, self.schemas[name]) for name in self.names
+                if name in self.schemas and self.schemas[name].known]
+
+    def capabilities(self, revision):
+        """Return the server capabilities to show; all kinds while nothing is known.
+
+        mcpx itself can tell of changes (a server added, a config reloaded), so lists are
+        always declared to change.
+        """
+        known = self.known()
+        if not known:
+            return {"tools": {"listChanged": True}, "prompts": {"listChanged": True},
+                    "resources": {"listChanged": True, "subscribe": True}, "logging": {}}
+        merged = {}
+        for _, schema in known:
+            for name, value in schema.capabilities.items():
+                value = value if isinstance(value, dict) else {}
+                merged[name] = dict(merged.get(name, {}), **value) if self.single or name not in (
+                    "experimental", "extensions", "tasks") else merged.get(name, {})
+        if not self.single:
+            for name in ("experimental", "extensions", "tasks"):
+                merged.pop(name, None)
+        for name in ("tools", "prompts", "resources"):
+            if name in merged:
+                merged[name] = dict(merged[name], listChanged=True)
+        return merged
+
+    def initialize_result(self, revision):
+        """Return the result of initialize for a host of `revision`."""
+        known = self.known()
+        info, instructions = {"name": "mcpx", "version": __version__}, None
+        if self.single and known:
+            _, schema = known[0]
+            info, instructions = schema.info or info, schema.instructions
+        elif known:
+            parts = ["# %s\n%s" % (name, schema.instructions) for name, schema in known if schema.instructions]
+            instructions = "\n\n".join(parts) or None
+        result = {"protocolVersion": revision, "capabilities": self.capabilities(revision), "serverInfo": info}
+        if instructions is not None:
+            result["instructions"] = instructions
+        return spell_result("initialize", result, revision)
+
+    def offers(self, capability):
+        """May a host use methods behind this capability? Yes while nothing is known."""
+        known = self.known()
+        return not known or any(capability in schema.capabilities for _, schema in known)
+
+    def page(self, kind, revision, cursor, size):
+        """Return one page of a list as encoded result bytes. Raises RpcError for a bad cursor."""
+        if self.single:
+            schema = self.schemas.get(self.names[0])
+            if schema is None or not schema.known:
+                return encode_json({kind: []})
+            return schema.page(kind, revision, read_cursor(cursor, schema.generation), size)
+        generation, items, _ = self._merge(kind)
+        # The pieces may have different revisions; spelling from the newest fits all.
+        return encode_page(kind, items, RM, revision, read_cursor(cursor, generation), size, generation)
+
+    def _merge(self, kind):
+        stamp = [(name, id(schema), schema.generation) for name, schema in self.known()]
+        cached = self._merged.get(kind)
+        if cached is None or cached[0] != stamp:
+            self._generation += 1
+            items, names = [], {}
+            for server_name, schema in self.known():
+                for item in schema.lists[kind]:
+                    if kind in ("tools", "prompts"):
+                        exposed = merged_name(server_name, item.get("name"))
+                        if exposed in names:
+                            continue
+                        names[exposed] = (server_name, item.get("name"))
+                        item = dict(item, name=exposed)
+                    items.append(item)
+            cached = self._merged[kind] = (stamp, self._generation, items, names)
+        return cached[1:]
+
+    def resolve(self, kind, name):
+        """Return (server, its own name) of a tool or prompt. Raises RpcError for an unknown one."""
+        if self.single:
+            return self.names[0], name
+        found = self._merge(kind)[2].get(name)
+        if found is None:
+            raise RpcError(INVALID_PARAMS, "Unknown %s: %s" % (kind[:-1], name))
+        return found
+
+    def servers_for_uri(self, uri, seen):
+        """Return the servers that may own a URI, the likeliest first.
+
+        By listing, by template, by having been seen in a result of the server; then all, in
+        the order of the endpoint.
+        """
+        if self.single:
+            return list(self.names)
+        known = [(name, schema) for name, schema in self.known() if schema.offers("resources")]
+        for name, schema in known:
+            if any(item.get("uri") == uri for item in schema.lists["resources"]):
+                return [name]
+        first = [name for name, schema in known
+                 if any(template_matches(item.get("uriTemplate"), uri)
+                        for item in schema.lists["resourceTemplates"])]
+        first += [seen[uri]] if uri in seen else []
+        return list(dict.fromkeys(first + [name for name, _ in known]))
+
+
+def template_matches(template, uri):
+    """Could `uri` be an expansion of a URI template (RFC 6570, matched loosely)?"""
+    if not isinstance(template, str):
+        return False
+    pattern = "".join(".*" if re.match(r"\{[+#/.;?&]", part) else "[^/]*" if part.startswith("{") else re.escape(part)
+                      for part in re.split(r"(\{[^}]*\})", template) if part)
+    return re.fullmatch(pattern, uri, re.S) is not None
+
+
+# ---------------------------------------------------------------------------
+# Questions: whose question is this; who may answer
+#
+# A question goes to the one host whose call is on the instance, or to nobody. It is never
+# guessed, never shown to two hosts, and never answered from data of another.
+# ---------------------------------------------------------------------------
+
+# How long other calls are held back while it is found out whose question it is.
+QUIESCE_S = 2.0
+# A model's turn cannot be taken by a person later: sampling without a host is refused soon.
+OPEN_SAMPLING_S = 10.0
+
+QUESTION_CAPABILITY = {"elicitation/create": "elicitation", "sampling/createMessage": "sampling",
+                       "roots/list": "roots"}
+
+
+class Question:
+    """A request from an upstream on its way to a host, or waiting for somebody to answer it."""
+
+    __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "asked_wall", "deadline_at",
+                 "timer", "settled", "why_open")
+
+    def __init__(self, question_id, instance, upstream_id, method, params):
+        self.id, self.instance, self.upstream_id = question_id, instance, upstream_id
+        self.method, self.params = method, params
+        self.host = self.timer = self.deadline_at = self.why_open = None
+        self.asked_wall = time.time()
+        self.settled = False
+
+
+class Questions:
+    """All questions that are not answered yet, by our id and by the upstream's."""
+
+    def __init__(self, loop, log, config, new_id):
+        self.loop, self.log, self.config, self.new_id = loop, log, config, new_id
+        self.by_id = {}                  # our id -> Question
+        self.by_upstream = {}            # (instance id, upstream's id) -> Question
+        self._unattributed = []          # questions of instances that are being quiesced
+
+    def ask(self, instance, message):
+        """Take a question from an upstream."""
+        method, params = message["method"], message.get("params") or {}
+        capability = QUESTION_CAPABILITY.get(method)
+        if capability is None or capability not in instance.capabilities:
+            # Never declared, so it must not be asked; nobody would be there to answer.
+            instance.upstream.answer(message["id"], {"error": RpcError(
+                METHOD_NOT_FOUND, "the client does not offer %s" % method).as_object()})
+            return
+        question = Question(self.new_id(), instance, message["id"], method, params)
+        self.by_id[question.id] = question
+        self.by_upstream[(instance.id, question.upstream_id)] = question
+        self._attribute(question)
+
+    def _attribute(self, question):
+        hosts = asking_hosts(question.instance)
+        if len(hosts) == 1:
+            self._to_host(question, next(iter(hosts)))
+        elif len(hosts) > 1:
+            self._quiesce(question)
+        else:
+            bound = question.instance.slot.hosts
+            if len(bound) == 1:
+                self._to_host(question, next(iter(bound)))
+            else:
+                # MCP SEP-2260: a question belongs to a request that is being processed.
+                self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
+
+    def _quiesce(self, question):
+        """Hold new calls back and let those finish that can: a call that asked cannot."""
+        slot = question.instance.slot
+        self._unattributed.append(question)
+        slot.held = True
+
+        def give_up():
+            if question in self._unattributed:
+                self._unattributed.remove(question)
+                self._release(slot)
+                self._leave_open(question, "calls of several hosts are in flight on a shared instance")
+        self.loop.call_later(QUIESCE_S, give_up)
+
+    def on_lease_back(self, instance):
+        """A call on an instance is over: perhaps it can now be told whose question it is."""
+        for question in [q for q in self._unattributed if q.instance is instance]:
+            hosts = asking_hosts(instance)
+            if len(hosts) <= 1 and question in self._unattributed:
+                self._unattributed.remove(question)
+                self._release(instance.slot)
+                if hosts:
+                    self._to_host(question, next(iter(hosts)))
+                else:
+                    self._refuse(question, RpcError(INVALID_PARAMS, "the request that this belonged to is over"))
+
+    def _release(self, slot):
+        if not any(q.instance.slot is slot for q in self._unattributed):
+            slot.held = False
+            self.loop.soon(lambda: slot.pool.wake(slot))
+
+    def _to_host(self, question, host):
+        refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
+        if refusal is not None:
+            self._refuse(question, refusal)
+            return
+        if not covers(host.capabilities, question.method, question.params):
+            self._leave_open(question, "the host whose call it is cannot be asked")
+            return
+        question.host = host
+        host.questions[question.id] = question
+        self._set_deadline(question, self.config.get("question.timeout", question.instance.definition.server))
+        host.send_question(question)
+
+    def _leave_open(self, question, why):
+        """Nobody can be asked: wait for a person where that makes sense, else refuse at once."""
+        if question.method == "roots/list":
+            self._refuse(question, RpcError(INTERNAL_ERROR, "roots are not available: %s" % why))
+            return
+        timeout = self.config.get("question.timeout", question.instance.definition.server)
+        if question.method == "sampling/createMessage":
+            timeout = min(timeout, OPEN_SAMPLING_S)
+        question.why_open = why
+        self._set_deadline(question, timeout)
+        self.log.warning("a question of server %s is open: %s (%s)", question.instance.definition.server.name,
+                         question.method, why)
+
+    def _set_deadline(self, question, seconds):
+        question.deadline_at = time.monotonic() + seconds
+        question.timer = self.loop.call_later(seconds, lambda: self.give_up(question, "its deadline has passed"))
+
+    def give_up(self, question, reason):
+        """Nobody answered: tell the upstream in the form that it can work with, and the host."""
+        if question.settled:
+            return
+        if question.host is not None:
+            question.host.withdraw_question(question, reason)
+        if question.method == "elicitation/create":
+            self._settle(question, {"result": {"action": "cancel"}})
+        elif question.method == "sampling/createMessage":
+            self._settle(question, {"error": RpcError(SAMPLING_REFUSED, "no answer: %s" % reason).as_object()})
+        else:
+            self._settle(question, {"error": RpcError(INTERNAL_ERROR, "no answer: %s" % reason).as_object()})
+
+    def answer(self, question, message):
+        """A host (or a person) has answered."""
+        self._settle(question, message)
+
+    def _refuse(self, question, error):
+        self._settle(question, {"error": error.as_object()})
+
+    def _settle(self, question, message):
+        if question.settled:
+            return
+        self._forget(question)
+        if question.instance.state in ("starting", "idle", "busy"):
+            question.instance.upstream.answer(question.upstream_id, message)
+
+    def _forget(self, question):
+        question.settled = True
+        if question.timer is not None:
+            question.timer.cancel()
+        self.by_id.pop(question.id, None)
+        self.by_upstream.pop((question.instance.id, question.upstream_id), None)
+        if question in self._unattributed:
+            self._unattributed.remove(question)
+            self._release(question.instance.slot)
+        if question.host is not None:
+            question.host.questions.pop(question.id, None)
+
+    def on_cancelled(self, instance, params):
+        """The upstream does not want an answer any more."""
+        upstream_id = params.get("requestId")
+        question = self.by_upstream.get((instance.id, upstream_id)) if is_valid_id(upstream_id) else None
+        if question is not None:
+            self._forget(question)
+            if question.host is not None:
+                question.host.withdraw_question(question, params.get("reason") or "cancelled by the server")
+
+    def on_gone(self, instance):
+        """An instance has ended: nobody waits for its answers."""
+        for question in [q for q in self.by_id.values() if q.instance is instance]:
+            self._forget(question)
+            if question.host is not None:
+                question.host.withdraw_question(question, "the server has ended")
+
+
+def asking_hosts(instance):
+    """Return the hosts that have a request in flight on an instance."""
+    return {call.host for call in instance.upstream.in_flight.values()
+            if call.host is not None and not call.cancelled}
+
+
+# ---------------------------------------------------------------------------
+# Host: the server half of MCP, one object per connection
+#
+# Reads what a host sends, tells who asks, and gives every request exactly one answer. Its
+# link carries lines; processes and sockets are not its business.
+# ---------------------------------------------------------------------------
+
+class Batch:
+    """A 2025-03-26 batch: its answers go out together once all are there."""
+
+    __slots__ = ("seq", "left", "answers")
+
+    def __init__(self, seq, left):
+        self.seq, self.left, self.answers = seq, left, []
+
+
+class Task:
+    """A core task of 2025-11-25: the id that a host knows it by, and where it really is."""
+
+    __slots__ = ("id", "upstream_id", "slot", "session", "host", "last", "call", "timer")
+
+    def __init__(self, task_id, upstream_id, slot, call):
+        self.id, self.upstream_id, self.slot, self.call = task_id, upstream_id, slot, call
+        self.session, self.host = call.identity.session, call.host
+        self.last = self.timer = None
+
+
+TERMINAL_STATUSES = ("completed", "failed", "cancelled")
+# A task of a server that names no ttl is remembered this long.
+DEFAULT_TASK_TTL_S = 3600.0
+
+
+class LegacyHost:
+    """One host of a revision with handshake: its handshake, its requests, its subscriptions.
+
+    `link` has answer(seq, data), message(data), settled(seq) and keep_state(state). `names`
+    are the servers of its endpoint; `identity` is the connection's own; `env` its
+    environment, for children that are started for it.
+    """
+
+    def __init__(self, core, link, names, identity, env, client):
+        self.core, self.link, self.identity, self.env, self.client = core, link, identity, env, client
+        self.surface = Surface(names)
+        self.id = "h%d" % core.new_id()
+        self.revision = None
+        self.capabilities, self.info, self.init_params = {}, {}, None
+        self.initialized = False
+        self.level = None
+        self.calls = {}                  # host id -> Call, until answered
+        self.slots = set()               # slots that it has used and that still exist
+        self.questions = {}              # our id -> Question that it was asked
+        self.subscriptions = {}          # uri -> slot
+        self.used = {}                   # (server, key) -> session: for the shim to remember
+        self.seen_uris = collections.OrderedDict()    # uri -> (server, identity of the named call)
+        self.closed = False
+        self.roots = None                # Place of its first root, once asked
+        self.connected_wall = time.time()
+        self._definitions = {}           # (server, key) -> (config generation, Definition)
+        self._roots_waiters = []
+        self.schema_errors = {}          # server name -> why it has no schema
+        self._told = {}                  # change notification -> has changed again since it was told
+        self._cancelled_ids = set()      # while repeated lines are gone through
+
+    # -- from the link ---------------------------------------------------------
+
+    def on_line(self, seq, line, losses=0):
+        """Take one line. `losses`: how often a daemon died with it."""
+        if isinstance(line, Oversize):
+            error = LimitReached("the message has more than %d bytes; raise limits.lineBytes"
+                                 % self.core.config.get("limits.lineBytes"))
+            self._reject(seq, guess_id(line.head), error)
+            return
+        line = line.strip(b"\r\n\t ")
+        if not line or line == b"\xef\xbb\xbf":
+            self.link.settled(seq)
+            return
+        try:
+            message = parse_json(line)
+        except RpcError as error:
+            self._reject(seq, guess_id(line[:OVERSIZE_HEAD_BYTES]), error)
+            return
+        if isinstance(message, list):
+            self._on_batch(seq, message, losses)
+        else:
+            self._on_message(seq, message, line, losses)
+
+    def resume(self, lines):
+        """Go through the lines that a shim repeats after its daemon died: (seq, line, losses)."""
+        for _, line, _ in lines:
+            try:
+                message = parse_json(line) if not isinstance(line, Oversize) else {}
+            except RpcError:
+                continue
+            if isinstance(message, dict) and message.get("method") == "notifications/cancelled":
+                params = message.get("params")
+                wanted = params.get("requestId") if isinstance(params, dict) else None
+                if is_valid_id(wanted):
+                    self._cancelled_ids.add(wanted)
+        for seq, line, losses in lines:
+            self.on_line(seq, line, losses)
+        self._cancelled_ids.clear()
+
+    def _on_batch(self, seq, members, losses):
+        # MCP 2025-03-26, basic/index: batches are received there, and in no other revision.
+        if self.revision != "2025-03-26" or not members:
+            text = "Invalid Request: an empty batch" if not members else (
+                "Invalid Request: batches exist in revision 2025-03-26 only")
+            self._reject(seq, None, RpcError(INVALID_REQUEST, text))
+            return
+        batch = Batch(seq, len(members))
+        for member in members:
+            self._on_message(batch, member, None, losses)
+
+    def _on_message(self, seq, message, line, losses):
+        try:
+            kind = message_kind(message)
+        except RpcError as error:
+            host_id = message.get("id") if isinstance(message, dict) else None
+            self._reject(seq, host_id if is_valid_id(host_id) else None, error)
+            return
+        if kind == "request":
+            self._on_request(seq, message, line, losses)
+            return
+        if kind == "notification":
+            self._on_notification(message)
+        else:
+            self._on_answer(message)
+        self._settled(seq)
+
+    def _on_request(self, seq, message, line, losses):
+        host_id, method = message["id"], message["method"]
+        if host_id in self.calls:
+            # The first one is not disturbed: MCP forbids using an id twice in a session.
+            self._send(seq, error_message(host_id, RpcError(
+                INVALID_REQUEST, "the id %s is in use by a request that is not answered yet" % json.dumps(host_id))))
+            return
+        if host_id in self._cancelled_ids:
+            self._settled(seq)
+            return
+        call = Call(method, message.get("params") or {}, self._finished, self, host_id, seq)
+        call.message, call.line = message, line
+        call.losses = losses
+        if len(self.calls) >= self.core.config.get("limits.inFlight"):
+            call.host = None
+            self._send(seq, error_message(host_id, LimitReached(
+                "%d requests of this host are in flight; wait for answers, or raise limits.inFlight"
+                % len(self.calls))))
+            return
+        self.calls[host_id] = call
+        try:
+            handler = self._handler(method)
+            handler(self, call)
+        except RpcError as error:
+            call.fail(error)
+
+    def _handler(self, method):
+        handler = HOST_HANDLERS.get(method)
+        if self.revision is None and method not in ("initialize", "ping"):
+            if method == "server/discover":
+                raise RpcError(METHOD_NOT_FOUND, "Method not found: server/discover")
+            raise RpcError(INVALID_PARAMS, "not initialized: send initialize first (%s are served)"
+                           % ", ".join(LEGACY_REVISIONS))
+        if handler is None or (self.revision and not has_method(HOST_METHODS, method, self.revision)):
+            raise RpcError(METHOD_NOT_FOUND, "Method not found: %s" % method)
+        return handler
+
+    def _reject(self, seq, host_id, error):
+        """Answer something that is no request. D-1: newest revision without id, older with null."""
+        message = error_message(host_id, error)
+        if host_id is None and self.revision == LATEST_LEGACY:
+            del message["id"]
+        self._send(seq, message)
+
+    # -- answers -----------------------------------------------------------------
+
+    def _finished(self, call, message, line):
+        """Every request ends here: spell the answer for this host and send it."""
+        if self.calls.get(call.host_id) is call:
+            del self.calls[call.host_id]
+        if self.closed:
+            return
+        if "result" not in message:
+            error = message.get("error")
+            if not isinstance(error, dict) or not isinstance(error.get("code"), int):
+                error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
+            self._note_elicitations(call, error)
+            self._send(call.seq, {"jsonrpc": "2.0", "id": call.host_id, "error": spell_error(error, self.revision or LATEST_LEGACY)})
+            return
+        result = new = message["result"]
+        if not isinstance(result, dict):
+            self._send(call.seq, error_message(call.host_id, RpcError(
+                INTERNAL_ERROR, "the server's result is not an object")))
+            return
+        if call.slot is not None:
+            new = self._result_for_host(call, result)
+        if new is result and line is not None:
+            self._send_line(call.seq, with_id(line, message, call.host_id))
+        else:
+            try:
+                self._send(call.seq, result_message(call.host_id, new))
+            except RpcError as error:
+                self._send(call.seq, error_message(call.host_id, error))
+
+    def _result_for_host(self, call, result):
+        """Return an upstream's result as this host must see it; the same object if unchanged."""
+        schema = call.schema
+        if call.method == "tools/call":
+            if "task" in result and isinstance(result["task"], dict) and "content" not in result:
+                result = self.core.tasks.created(call, result)
+            elif call.identity.named:
+                self._note_uris(call, result)
+        elif call.method.startswith("tasks/"):
+            result = self.core.tasks.answered(call, result)
+        if self.revision != (schema.revision if schema is not None else None):
+            result = spell_result(call.method, result, self.revision)
+        reason = self.core.pool.lost_state_of(call.slot.server.name, call.slot.key.text, call.identity.session)
+        if reason is not None:
+            meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
+            result = dict(result, _meta=dict(meta, **{META_RESTARTED: {"reason": reason}}))
+        self._note_use(call)
+        return result
+
+    def _note_use(self, call):
+        """Have the shim remember which state this host relies on, across a dead daemon."""
+        name = (call.slot.server.name, call.slot.key.text)
+        if name not in self.used and not name[1].startswith("call:"):
+            if len(self.used) < 1000:
+                self.used[name] = call.identity.session
+                self.keep_state()
+
+    def _note_uris(self, call, result):
+        """Some hosts name the session on tools/call only: reads of what it showed go there too."""
+        for block in result.get("content") or ():
+            if isinstance(block, dict):
+                uri = block.get("uri") or (block["resource"].get("uri") if isinstance(block.get("resource"), dict) else None)
+                if isinstance(uri, str):
+                    self.seen_uris[uri] = (call.slot.server.name, call.identity)
+                    while len(self.seen_uris) > 1000:
+                        self.seen_uris.popitem(last=False)
+
+    def _note_elicitations(self, call, error):
+        if error.get("code") == -32042 and isinstance(error.get("data"), dict):
+            for elicitation in error["data"].get("elicitations") or ():
+                if isinstance(elicitation, dict) and call.slot is not None:
+                    self.core.note_elicitation(call.slot, elicitation.get("elicitationId"), self)
+
+    def _send(self, seq, message):
+        self._send_line(seq, encode_json(message))
+
+    def _send_line(self, seq, data):
+        if isinstance(seq, Batch):
+            seq.answers.append(data)
+            self._batch_step(seq)
+        elif not self.closed:
+            self.link.answer(seq, data)
+
+    def _settled(self, seq):
+        """A line needs no answer (any more)."""
+        if isinstance(seq, Batch):
+            self._batch_step(seq)
+        elif not self.closed:
+            self.link.settled(seq)
+
+    def _batch_step(self, batch):
+        batch.left -= 1
+        if batch.left or self.closed:
+            return
+        if batch.answers:
+            self.link.answer(batch.seq, b"[" + b",".join(batch.answers) + b"]")
+        else:
+            self.link.settled(batch.seq)
+
+    def tell(self, method, params=None):
+        """Send a notification."""
+        if not self.closed:
+            self.link.message(encode_json(notification(method, params)))
+
+    def keep_state(self):
+        """Have the shim keep what the next daemon must know of this host."""
+        if self.init_params is not None:
+            self.link.keep_state({
+                "initialize": self.init_params, "revision": self.revision, "initialized": self.initialized,
+                "level": self.level, "subscriptions": list(self.subscriptions),
+                "used": [[server, key, session] for (server, key), session in self.used.items()]})
+
+    def take_state(self, state):
+        """Take over what an earlier daemon had the shim keep."""
+        params = state.get("initialize")
+        if isinstance(params, dict) and state.get("revision") in LEGACY_REVISIONS:
+            self._take_initialize(params, state["revision"])
+            self.initialized = bool(state.get("initialized"))
+            self.level = state.get("level")
+            for server, key, session in state.get("used") or ():
+                self.used[(server, key)] = session
+                self.core.note_lost_use(server, key, session)
+            self.core.attach(self)
+            for uri in state.get("subscriptions") or ():
+                call = Call("resources/subscribe", {"uri": uri}, lambda *_: None, self)
+                try:
+                    _subscribe(self, call)
+                except RpcError as error:
+                    self.core.log.warning("a subscription was not resumed: %s", error.message)
+            self.keep_state()
+
+    # -- who asks ------------------------------------------------------------------
+
+    def with_identity(self, call, scope, on_identity):
+        """Find out who a request is from, then `on_identity()`; `call.identity` is set then."""
+        meta = call.params.get("_meta")
+        meta = meta if isinstance(meta, dict) else {}
+        named_cwd = meta.get(META_CWD)
+
+        def with_place(place):
+            keys = self.core.config.get("transport.sessionMetaKeys")
+            call.identity = self.identity.with_meta(meta, keys, self.core.new_id(), place)
+            needs_cwd = scope in ("cwd", "worktree", "repo") and call.identity.place.cwd is None
+            if needs_cwd and place is None and "roots" in self.capabilities and self.roots is None:
+                self._ask_roots(lambda: with_place(self.roots))
+            else:
+                if needs_cwd and place is None and self.roots is not None and self.roots.cwd:
+                    call.identity.place = self.roots
+                on_identity()
+        if isinstance(named_cwd, str) and named_cwd:
+            self.core.find_place(named_cwd, lambda place: self._guarded(call, lambda: with_place(place)))
+        else:
+            with_place(None)
+
+    def _guarded(self, call, step):
+        """Go on with a request later in the loop; its errors are its answer."""
+        if not call.done and not self.closed:
+            try:
+                step()
+            except RpcError as error:
+                call.fail(error)
+
+    def _ask_roots(self, on_done):
+        """Ask the host for its roots; the first file:// one says where it works."""
+        self._roots_waiters.append(on_done)
+        if len(self._roots_waiters) > 1:
+            return
+
+        def answered(place):
+            self.roots = place
+            waiters, self._roots_waiters = self._roots_waiters, []
+            for waiter in waiters:
+                waiter()
+        self.core.ask_roots(self, answered)
+
+    # -- what it asks for -------------------------------------------------------------
+
+    def slot_for(self, server, identity):
+        """Return the slot of a server for one identity of this host. Raises RpcError."""
+        core = self.core
+        scope = core.config.get("scope", server)
+        key = scope_key(scope, identity)
+        if key.degraded:
+            core.note_degraded(server.name, scope, key.degraded)
+        generation = core.config_generation
+        cached = self._definitions.get((server.name, key.text))
+        if cached is None or cached[0] != generation:
+            definition = Definition(core.config, server, identity, key, self.env, core.secret)
+            if scope != "call":
+                if len(self._definitions) > 500:
+                    self._definitions.clear()
+                self._definitions[(server.name, key.text)] = (generation, definition)
+        else:
+            definition = cached[1]
+        return core.pool.slot_for(definition, key, self.declared(server), identity)
+
+    def declared(self, server):
+        """Return the capabilities that a server started for this host is told of."""
+        confined = self.core.config.get("scope", server) in CONFINED_SCOPES
+        return declared_capabilities(self.capabilities, LATEST_LEGACY, confined)
+
+    def forward(self, call, server_name):
+        """Send a request to the instance of a server that this request's identity reaches."""
+        server = self.core.server(server_name)
+
+        def identified():
+            seen = self.seen_uris.get(call.params.get("uri")) if call.method.startswith("resources/") else None
+            if seen is not None and seen[0] == server_name and not call.identity.named:
+                call.identity = Identity("named", seen[1].session, True, seen[1].parent, call.identity.place,
+                                         call.identity.pid, call.identity.started, call.identity.call)
+            slot = self.slot_for(server, call.identity)
+            schema = self.core.schemas.get(slot.definition, self.declared(server))
+            self._submit(call, slot, schema)
+        self.with_identity(call, self.core.config.get("scope", server), identified)
+
+    def _submit(self, call, slot, schema):
+        call.schema = schema
+        tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
+        hints = tool.get("annotations") if tool and isinstance(tool.get("annotations"), dict) else {}
+        call.may_repeat = call.method != "tools/call" or bool(
+            hints.get("readOnlyHint") or hints.get("idempotentHint"))
+        if call.losses and (not call.may_repeat or call.losses > 1):
+            raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
+                             "is not known")
+        params = self._params_for_upstream(call, schema)
+        if params is not call.params or call.token is not None:
+            call.line = None
+        call.params = params
+        if self.level is not None:
+            self.core.pool.set_level(slot, self.core.wanted_level(slot, self))
+        self.core.pool.submit(call, slot)
+
+    def _params_for_upstream(self, call, schema):
+        params = strip_hop_meta(call.params)
+        meta = params.get("_meta")
+        if isinstance(meta, dict) and is_valid_id(meta.get("progressToken")):
+            call.token = meta["progressToken"]
+        if self.revision != schema.revision:
+            params = spell_params(call.method, params, schema.revision)
+        if "task" in params and "tasks" not in schema.capabilities:
+            params = {name: value for name, value in params.items() if name != "task"}
+        return params
+
+    def on_progress(self, call, params):
+        """Pass progress on under this host's own token."""
+        params = spell_params("notifications/progress", dict(params, progressToken=call.token), self.revision)
+        self.tell("notifications/progress", params)
+
+    def cancel(self, call, reason):
+        """Give up a request of this host; it gets no answer."""
+        self.calls.pop(call.host_id, None)
+        if call.slot is not None:
+            self.core.pool.cancel(call, reason)
+        else:
+            call.cancelled = call.done = True
+        self._settled(call.seq)
+
+    def on_list_changed(self, method):
+        """A list that it was shown has changed. Told at once, then at most every 0.3 s.
+
+        MCP 2025-11-25, basic/lifecycle: not before the host has said that it is initialized.
+        """
+        if not self.initialized or method in self._told:
+            self._told[method] = True    # again, later
+            return
+        self._told[method] = False
+        self.tell(method)
+
+        def over():
+            if self._told.pop(method, False):
+                self.on_list_changed(method)
+        self.core.loop.call_later(0.3, over)
+
+    def on_ready(self):
+        """Its handshake is over: tell it what has changed meanwhile."""
+        owed, self._told = self._told, {}
+        for method in owed:
+            self.on_list_changed(method)
+
+    def on_log(self, params):
+        """A log message that belongs to it, at the level that it asked for."""
+        level = params.get("level")
+        if self.level is not None and level in LOG_LEVELS and LOG_LEVELS.index(level) < LOG_LEVELS.index(self.level):
+            return
+        self.tell("notifications/message", params)
+
+    # -- questions ---------------------------------------------------------------------
+
+    def send_question(self, question):
+        """Ask the host what an upstream asks, under an id of ours."""
+        params = spell_params(question.method, question.params, self.revision or LATEST_LEGACY)
+        meta = params.get("_meta") if isinstance(params.get("_meta"), dict) else None
+        if meta is not None:
+            meta = {name: value for name, value in meta.items() if name not in HOP_META}
+            if "progressToken" in meta:
+                meta["progressToken"] = question.id
+            params = dict(params, _meta=self.core.tasks.meta_for_host(question.instance, meta))
+        if question.method == "elicitation/create":
+            self.core.note_elicitation(question.instance.slot, params.get("elicitationId"), self)
+            if not self.surface.single and isinstance(params.get("message"), str):
+                # The host cannot know which of several servers asks.
+                params = dict(params, message="[%s] %s" % (question.instance.definition.server.name, params["message"]))
+        message = {"jsonrpc": "2.0", "id": question.id, "method": question.method}
+        if params:
+            message["params"] = params
+        self.link.message(encode_json(message))
+
+    def withdraw_question(self, question, reason):
+        """The host need not answer any more."""
+        self.questions.pop(question.id, None)
+        self.tell("notifications/cancelled", {"requestId": question.id, "reason": reason})
+
+    def _on_answer(self, message):
+        question = self.questions.get(message["id"]) if is_valid_id(message["id"]) else None
+        if question is None:
+            if not self.core.roots_answered(self, message):
+                self.core.pool.counters["unsolicitedAnswers"] += 1
+            return
+        body = {}
+        if "result" in message:
+            result = message["result"]
+            revision = question.instance.upstream.revision
+            body["result"] = spell_result(question.method, result, revision) if (
+                isinstance(result, dict) and revision != self.revision) else result
+        else:
+            body["error"] = message["error"]
+        self.core.questions.answer(question, body)
+
+    def _on_notification(self, message):
+        params = message.get("params") or {}
+        handler = HOST_NOTIFICATIONS.get(message["method"])
+        if handler is not None:
+            handler(self, params)
+        elif self.surface.single and len(self.slots) == 1:
+            # One server, one instance: as if the host had launched it.
+            instance = next(iter(self.slots)).instance
+            if instance is not None and instance.state in ("idle", "busy"):
+                instance.upstream.notify(message["method"], message.get("params"))
+
+    # -- its end -------------------------------------------------------------------------
+
+    def close(self):
+        """The host has gone: cancel its work, drop its subscriptions, end what was its alone."""
+        if self.closed:
+            return
+        self.closed = True
+        for call in list(self.calls.values()):
+            if call.slot is not None:
+                self.core.pool.cancel(call, "the host has gone")
+            call.done = True
+        self.calls.clear()
+        for question in list(self.questions.values()):
+            self.core.questions.give_up(question, "the host has gone")
+        for schema in self.surface.schemas.values():
+            schema.watchers.discard(self)
+        for slot in list(self.slots):
+            self.core.pool.leave(slot, self)
+        self.core.host_gone(self)
+
+    def _take_initialize(self, params, revision):
+        self.init_params, self.revision = params, revision
+        self.capabilities = params["capabilities"] if isinstance(params.get("capabilities"), dict) else {}
+        self.info = params["clientInfo"] if isinstance(params.get("clientInfo"), dict) else {}
+
+
+def _initialize(host, call):
+    """MCP 2025-11-25, basic/lifecycle. Answered from the cache; waits for a server never seen."""
+    if host.revision is not None:
+        raise RpcError(INVALID_REQUEST, "already initialized")
+    params = call.params
+    if not isinstance(params.get("protocolVersion"), str):
+        raise RpcError(INVALID_PARAMS, "initialize needs protocolVersion; served are %s" % ", ".join(LEGACY_REVISIONS),
+                       {"supported": list(LEGACY_REVISIONS), "requested": params.get("protocolVersion")})
+    revision = negotiate(params["protocolVersion"])
+    kept = {name: params[name] for name in ("protocolVersion", "capabilities", "clientInfo") if name in params}
+    host._take_initialize(kept, revision)
+
+    def ready(errors):
+        if call.done or host.closed:
+            return
+        if host.surface.single and errors and not host.surface.known():
+            host.revision = None         # it may try again
+            call.fail(errors[0])
+            return
+        host.keep_state()
+        host.calls.pop(call.host_id, None)
+        call.done = True
+        host._send(call.seq, result_message(call.host_id, host.surface.initialize_result(revision)))
+    host.core.attach(host)
+    host.core.with_schemas(host, ready)
+
+
+def _ping(host, call):
+    call.finish({"result": {}})
+
+
+def _list(host, call):
+    """The four lists, from the cache: a list never costs an instance."""
+    kind = LIST_METHODS[call.method]
+    cursor = call.params.get("cursor")
+
+    def ready(errors):
+        if call.done or host.closed:
+            return
+        if errors and host.surface.single and not host.surface.known():
+            call.fail(errors[0])
+            return
+        if not host.surface.offers(LIST_CAPABILITY[kind]):
+            call.fail(RpcError(METHOD_NOT_FOUND, "Method not found: %s (the server has no %s)"
+                               % (call.method, LIST_CAPABILITY[kind])))
+            return
+        try:
+            data = host.surface.page(kind, host.revision, cursor, host.core.config.get("list.pageSize"))
+        except RpcError as error:
+            call.fail(error)
+            return
+        host.calls.pop(call.host_id, None)
+        call.done = True
+        host._send_line(call.seq, answer_line(call.host_id, data))
+    host.core.with_schemas(host, ready)
+
+
+def _named(kind):
+    """Requests that name a tool or prompt: tools/call, prompts/get."""
+    def handler(host, call):
+        name = call.params.get("name")
+        if not isinstance(name, str):
+            raise RpcError(INVALID_PARAMS, "%s needs a name" % call.method)
+
+        def ready(_errors):
+            server_name, own_name = host.surface.resolve(kind, name)
+            if own_name != name:
+                call.params, call.line = dict(call.params, name=own_name), None
+            if call.method == "tools/call" and host.core.tasks.must_augment(host, call, server_name):
+                host.core.tasks.augment(host, call, server_name)
+            else:
+                host.forward(call, server_name)
+        if host.surface.single:
+            ready(None)
+        else:
+            host.core.with_schemas(host, lambda errors: host._guarded(call, lambda: ready(errors)))
+    return handler
+
+
+def _complete(host, call):
+    reference = call.params.get("ref")
+    if not isinstance(reference, dict):
+        raise RpcError(INVALID_PARAMS, "completion/complete needs a ref")
+    if not host.surface.offers("completions") and not host.surface.offers("prompts"):
+        raise RpcError(METHOD_NOT_FOUND, "Method not found: completion/complete")
+    if reference.get("type") == "ref/prompt":
+        server_name, own_name = host.surface.resolve("prompts", reference.get("name"))
+        if own_name != reference.get("name"):
+            call.params, call.line = dict(call.params, ref=dict(reference, name=own_name)), None
+    else:
+        seen = {uri: server for uri, (server, _) in host.seen_uris.items()}
+        servers = host.surface.servers_for_uri(reference.get("uri"), seen)
+        if not servers:
+            raise RpcError(INVALID_PARAMS, "no server completes %s" % reference.get("uri"))
+        server_name = servers[0]
+    host.forward(call, server_name)
+
+
+def _read(host, call):
+    """resources/read: to the server that lists the URI, else asked in turn."""
+    uri = call.params.get("uri")
+    if not isinstance(uri, str):
+        raise RpcError(INVALID_PARAMS, "resources/read needs a uri")
+    seen = {known: server for known, (server, _) in host.seen_uris.items()}
+    servers = host.surface.servers_for_uri(uri, seen)
+    if not servers:
+        raise RpcError(RESOURCE_NOT_FOUND, "Resource not found", {"uri": uri})
+    if len(servers) > 1:
+        _try_in_turn(host, call, servers)
+    else:
+        host.forward(call, servers[0])
+
+
+def _try_in_turn(host, call, servers):
+    finish, line, params = call.on_finish, call.line, call.params
+
+    def finished(_call, message, answer):
+        error = message.get("error")
+        if servers and isinstance(error, dict) and error.get("code") in (
+                RESOURCE_NOT_FOUND, INVALID_PARAMS, METHOD_NOT_FOUND) and not call.cancelled:
+            call.done = False
+            call.line, call.params, call.attempts = line, params, 0
+            host._guarded(call, lambda: host.forward(call, servers.pop(0)))
+        else:
+            finish(call, message, answer)
+    call.on_finish = finished
+    servers = list(servers)
+    host.forward(call, servers.pop(0))
+
+
+def _subscribe(host, call):
+    """Counted over all hosts of an instance; only the first is sent."""
+    uri = call.params.get("uri")
+    if not isinstance(uri, str):
+        raise RpcError(INVALID_PARAMS, "resources/subscribe needs a uri")
+    if not host.surface.offers("resources"):
+        raise RpcError(METHOD_NOT_FOUND, "Method not found: resources/subscribe")
+    servers = host.surface.servers_for_uri(uri, {u: s for u, (s, _) in host.seen_uris.items()})
+    if not servers:
+        raise RpcError(RESOURCE_NOT_FOUND, "Resource not found", {"uri": uri})
+    finish = call.on_finish
+
+    def finished(_call, message, line):
+        if "result" in message and call.slot is not None:
+            host.core.pool.subscribe(call.slot, uri, host)
+            host.subscriptions[uri] = call.slot
+            host.keep_state()
+        finish(call, message, line)
+
+    server = host.core.server(servers[0])
+
+    def identified():
+        seen = host.seen_uris.get(uri)
+        if seen is not None and not call.identity.named:
+            call.identity = Identity("named", seen[1].session, True, seen[1].parent, call.identity.place,
+                                     call.identity.pid, call.identity.started, call.identity.call)
+        slot = host.slot_for(server, call.identity)
+        call.slot = slot
+        if uri in slot.subscriptions:
+            call.on_finish = finished
+            call.finish({"result": {}})
+            return
+        call.on_finish = finished
+        host._submit(call, slot, host.core.schemas.get(slot.definition, host.declared(server)))
+    host.with_identity(call, host.core.config.get("scope", server), identified)
+
+
+def _unsubscribe(host, call):
+    uri = call.params.get("uri")
+    slot = host.subscriptions.pop(uri, None) if isinstance(uri, str) else None
+    if slot is not None:
+        host.core.pool.unsubscribe(slot, uri, host)
+        host.keep_state()
+    call.finish({"result": {}})
+
+
+def _set_level(host, call):
+    """Kept per host; upstreams get the most verbose level of those that use them."""
+    level = call.params.get("level")
+    if level not in LOG_LEVELS:
+        raise RpcError(INVALID_PARAMS, "level takes one of %s" % ", ".join(LOG_LEVELS))
+    if not host.surface.offers("logging"):
+        raise RpcError(METHOD_NOT_FOUND, "Method not found: logging/setLevel (the server has no logging)")
+    host.level = level
+    host.keep_state()
+    for slot in host.slots:
+        host.core.pool.set_level(slot, host.core.wanted_level(slot, host))
+    call.finish({"result": {}})
+
+
+def _task(host, call):
+    host.core.tasks.request(host, call)
+
+
+HOST_HANDLERS = {
+    "initialize": _initialize, "ping": _ping, "tools/call": _named("tools"), "prompts/get": _named("prompts"),
+    "completion/complete": _complete, "resources/read": _read, "resources/subscribe": _subscribe,
+    "resources/unsubscribe": _unsubscribe, "logging/setLevel": _set_level,
+    "tasks/get": _task, "tasks/result": _task, "tasks/cancel": _task, "tasks/list": _task}
+HOST_HANDLERS.update((method, _list) for method in LIST_METHODS)
+
+
+def _on_initialized(host, _params):
+    host.initialized = True
+    host.keep_state()
+    host.on_ready()
+    host.core.on_initialized(host)
+
+
+def _on_cancelled(host, params):
+    """MCP 2025-11-25, basic/utilities/cancellation: unknown and finished ids are ignored.
+
+    opencode 1.18 cancels every call right after its answer, so that is ordinary traffic.
+    """
+    host_id = params.get("requestId")
+    call = host.calls.get(host_id) if is_valid_id(host_id) else None
+    if call is not None and call.method != "initialize":
+        host.cancel(call, params.get("reason"))
+
+
+def _on_host_progress(host, params):
+    """Progress of a host about a question: back under the token that the upstream gave."""
+    token = params.get("progressToken")
+    question = host.questions.get(token) if is_valid_id(token) else None
+    meta = question.params.get("_meta") if question is not None else None
+    if isinstance(meta, dict) and "progressToken" in meta:
+        question.instance.upstream.notify("notifications/progress", dict(params, progressToken=meta["progressToken"]))
+
+
+def _on_roots_changed(host, _params):
+    host.roots = None
+    for slot in host.slots:
+        instance = slot.instance
+        if instance is not None and instance.state in ("idle", "busy") and "roots" in instance.capabilities:
+            instance.upstream.notify("notifications/roots/list_changed")
+
+
+HOST_NOTIFICATIONS = {
+    "notifications/initialized": _on_initialized, "notifications/cancelled": _on_cancelled,
+    "notifications/progress": _on_host_progress, "notifications/roots/list_changed": _on_roots_changed}
+
+
+class Tasks:
+    """Core tasks of 2025-11-25: our ids toward hosts, the upstream's toward instances.
+
+    MCP 2025-11-25, basic/utilities/tasks. A task belongs to the session that made it; to
+    everybody else its id is unknown.
+    """
+
+    def __init__(self, core):
+        self.core = core
+        self.by_id = {}                  # our id -> Task
+
+    def created(self, call, result):
+        """A tools/call became a task: give it an id of ours."""
+        inner = result["task"]
+        task = Task(secrets.token_urlsafe(18), inner.get("taskId"), call.slot, call)
+        self.by_id[task.id] = task
+        call.slot.tasks.add(task.upstream_id)
+        instance = call.slot.instance
+        if call.token is not None and instance is not None:
+            instance.upstream.task_tokens[call.wire_id] = call
+        ttl = inner.get("ttl")
+        seconds = ttl / 1000.0 if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) else DEFAULT_TASK_TTL_S
+        task.timer = self.core.loop.call_later(min(seconds, 86400.0) + 5, lambda: self._forget(task))
+        task.last = dict(inner, taskId=task.id)
+        result = dict(result, task=task.last)
+        return self._with_meta(result, task)
+
+    def _with_meta(self, result, task):
+        meta = result.get("_meta")
+        if isinstance(meta, dict) and META_RELATED_TASK in meta:
+            result = dict(result, _meta=dict(meta, **{META_RELATED_TASK: {"taskId": task.id}}))
+        return result
+
+    def request(self, host, call):
+        """tasks/get, tasks/result, tasks/cancel go to the task's instance; tasks/list is ours."""
+        if not host.surface.offers("tasks"):
+            raise RpcError(METHOD_NOT_FOUND, "Method not found: %s" % call.method)
+        if call.method == "tasks/list":
+            read_cursor(call.params.get("cursor"), 0)
+            mine = [task.last for task in self.by_id.values() if task.host is host and task.last]
+            call.finish({"result": {"tasks": mine}})
+            return
+        task = self.by_id.get(call.params.get("taskId")) if isinstance(call.params.get("taskId"), str) else None
+        if task is None or (task.host is not host and task.session != host.identity.session):
+            raise RpcError(INVALID_PARAMS, "unknown task")
+        call.identity = task.call.identity
+        call.params = dict(call.params, taskId=task.upstream_id)
+        call.line = None
+        call.task = task
+        call.may_repeat = call.method != "tasks/cancel"
+        call.schema = self.core.schemas.get(task.slot.definition, host.declared(task.slot.server))
+        self.core.pool.submit(call, task.slot)
+
+    def answered(self, call, result):
+        """Give an answer about a task its id of ours back."""
+        task = call.task
+        if task is None:
+            return result                # mcpx's own: it made a task for a host that has none
+        if result.get("taskId") == task.upstream_id:
+            result = dict(result, taskId=task.id)
+            task.last = {name: value for name, value in result.items() if name != "_meta"}
+        result = self._with_meta(result, task)
+        if call.method == "tasks/result" or (result.get("status") in TERMINAL_STATUSES and call.method == "tasks/cancel"):
+            self._rest(task)
+        return result
+
+    def _rest(self, task):
+        """Its result has been fetched: the instance need not stay for it."""
+        task.slot.tasks.discard(task.upstream_id)
+        if task.slot.instance is not None:
+            task.slot.instance.upstream.task_tokens.pop(task.call.wire_id, None)
+        self.core.pool.wake(task.slot)
+
+    def _forget(self, task):
+        self.by_id.pop(task.id, None)
+        self._rest(task)
+
+    def find(self, instance, upstream_id):
+        """Return the Task of an instance by the upstream's id, or None."""
+        for task in self.by_id.values():
+            if task.upstream_id == upstream_id and task.slot is instance.slot:
+                return task
+        return None
+
+    def on_status(self, instance, params):
+        """notifications/tasks/status goes to the host whose task it is, and to nobody else."""
+        task = self.find(instance, params.get("taskId"))
+        if task is None:
+            self.core.pool.counters["droppedTaskStatus"] += 1
+            return
+        params = dict(params, taskId=task.id)
+        task.last = {name: value for name, value in params.items() if name != "_meta"}
+        if params.get("status") in TERMINAL_STATUSES:
+            instance.upstream.task_tokens.pop(task.call.wire_id, None)
+        if not task.host.closed:
+            task.host.tell("notifications/tasks/status", params)
+
+    def meta_for_host(self, instance, meta):
+        """Return `_meta` with a related task named as the host knows it."""
+        related = meta.get(META_RELATED_TASK)
+        task = self.find(instance, related.get("taskId")) if isinstance(related, dict) else None
+        return dict(meta, **{META_RELATED_TASK: {"taskId": task.id}}) if task is not None else meta
+
+    def on_gone(self, instance):
+        """An instance has ended, and its tasks with it."""
+        for task in [t for t in self.by_id.values() if t.slot is instance.slot]:
+            del self.by_id[task.id]
+            task.timer.cancel()
+            task.slot.tasks.discard(task.upstream_id)
+
+    def must_augment(self, host, call, server_name):
+        """Does the tool insist on a task that this host does not ask for?"""
+        schema = host.surface.schemas.get(server_name)
+        tool = schema.tool(call.params.get("name")) if schema is not None else None
+        execution = tool.get("execution") if tool is not None else None
+        required = isinstance(execution, dict) and execution.get("taskSupport") == "required"
+        offered = schema is not None and "tasks" in schema.capabilities
+        return required and offered and (RANK[host.revision] < R25)
+
+    def augment(self, host, call, server_name):
+        """Make a task of a call for a host that has none, wait for it, return its result."""
+        finish = call.on_finish
+
+        def finished(_call, message, line):
+            result = message.get("result")
+            inner = result.get("task") if isinstance(result, dict) else None
+            if not isinstance(inner, dict) or "content" in result:
+                finish(call, message, line)
+                return
+            follow = Call("tasks/result", {"taskId": inner.get("taskId")}, fetched, host, call.host_id, call.seq,
+                          call.identity)
+            follow.schema = call.schema
+            self.core.pool.submit(follow, call.slot)
+
+        def fetched(_follow, message, _line):
+            result = message.get("result")
+            if isinstance(result, dict) and isinstance(result.get("_meta"), dict):
+                meta = {name: value for name, value in result["_meta"].items() if name != META_RELATED_TASK}
+                message = dict(message, result=dict(result, _meta=meta))
+            finish(call, message, None)
+        call.on_finish = finished
+        call.line, call.params = None, dict(call.params, task={})
+        host.forward(call, server_name)
+
+
+# ---------------------------------------------------------------------------
+# Daemon: how the parts start, reload and stop
+#
+# Puts the sections above together: directories, lock, socket, links to shims, the watched
+# configuration, what commands ask. Touches no selector; descriptors only to open doors.
+# ---------------------------------------------------------------------------
+
+class DaemonPaths:
+    """Where the daemon of one configuration keeps its things."""
+
+    def __init__(self, config_file, env):
+        name = short_hash(config_file)[:12]
+        self.config = config_file
+        self.state = state_directory(env)
+        self.lock = os.path.join(self.state, "daemon-%s.lock" % name)
+        self.starter = os.path.join(self.state, "starter-%s.lock" % name)
+        self.record = os.path.join(self.state, "daemon-%s.json" % name)
+        self.log = os.path.join(self.state, "logs", "daemon-%s.log" % name)
+        self.socket = socket_path(config_file, env)
+
+    def recorded_socket(self):
+        """Return the socket that the daemon's record names, or None."""
+        try:
+            with open(self.record, encoding="utf-8") as file:
+                record = json.load(file)
+            return record["socket"] if isinstance(record["socket"], str) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def make_private_directory(path):
+    """Create a directory of mode 0700, or check that it is one of ours. Raises UsageError."""
+    try:
+        os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass                         # checked below, whoever made it
+        info = os.lstat(path)
+    except OSError as error:
+        raise UsageError("%s cannot be created: %s" % (path, error.strerror))
+    if not stat.S_ISDIR(info.st_mode):
+        raise UsageError("%s is not a directory; remove what is there" % path)
+    if info.st_uid != os.getuid():
+        raise UsageError("%s belongs to user %d; remove it, or set XDG_RUNTIME_DIR to a directory of yours"
+                         % (path, info.st_uid))
+    if info.st_mode & 0o077:
+        os.chmod(path, 0o700)
+    return path
+
+
+class ShimLink:
+    """One connection on the socket: a shim's, a command's that speaks MCP, or a control request.
+
+    The first line is a hello; what follows are the host's own lines, numbered from 1 by both
+    sides. Toward the shim every line has a tag: `a<n> ` an answer to line n, `d<n>` line n
+    needs no answer, `m ` any other message, `s ` state for the shim to keep, `c ` control.
+    """
+
+    def __init__(self, core, connection):
+        self.core = core
+        self.pid, self.uid = peer_credentials(connection)
+        self.host = None
+        self.seq = 0
+        self._resent = []                # losses of the lines still to be repeated
+        self._resuming = []
+        fd = connection.detach()
+        self.stream = Stream(core.loop, fd, fd, core.config.get("limits.lineBytes"), self._on_lines, self._on_close)
+
+    def _on_lines(self, lines):
+        self.core.check_config()
+        if self.host is None:
+            hello, lines = lines[0], lines[1:]
+            self.core.on_hello(self, hello)
+        if self.host is None:
+            return
+        for line in lines:
+            self.seq += 1
+            if self._resent:
+                self._resuming.append((self.seq, line, self._resent.pop(0)))
+                if not self._resent:
+                    resuming, self._resuming = self._resuming, []
+                    self.host.resume(resuming)
+            else:
+                self.host.on_line(self.seq, line)
+
+    def _on_close(self, _reason):
+        self.core.links.discard(self)
+        if self.host is not None:
+            self.host.close()
+        self.core.on_link_gone()
+
+    def expect_repeated(self, losses):
+        """The next lines are repeated ones: how often a daemon died with each."""
+        self._resent = [count for count in losses if isinstance(count, int)]
+
+    def answer(self, seq, data):
+        """Send the answer to the host's line number `seq`."""
+        self._write(b"a%d " % seq, data)
+
+    def message(self, data):
+        """Send a message that is no answer."""
+        self._write(b"m ", data)
+
+    def settled(self, seq):
+        """Tell the shim that a line needs no answer."""
+        self.stream.write(b"d%d\n" % seq)
+
+    def keep_state(self, state):
+        """Have the shim keep this for the next daemon."""
+        self._write(b"s ", encode_json(state))
+
+    def control(self, text):
+        """Tell the shim something that is not for its host."""
+        self._write(b"c ", text.encode("utf-8", "replace"))
+
+    def close(self, reason):
+        """Close the connection at the end of the turn."""
+        self.stream.close(reason)
+
+    def _write(self, tag, data):
+        limit = self.core.config.get("limits.hostQueueBytes")
+        if self.stream.queued_bytes > limit:
+            self.core.log.warning("host %s does not read: cut off with %d bytes unread (limits.hostQueueBytes)",
+                                  self.host.id if self.host else "?", self.stream.queued_bytes)
+            self.stream.close("does not read")
+            return
+        self.stream.write(tag + data + b"\n" if len(data) < READ_BYTES else b"".join((tag, data, b"\n")))
+
+
+class StdioLink:
+    """The host's own stdin and stdout, when a shim has taken the daemon's role."""
+
+    def __init__(self, core, writer, read_fd):
+        self.core, self.writer, self.read_fd = core, writer, read_fd
+        self.host = None
+        self.pid = os.getpid()
+        self.seq = 0
+        self._lines = LineBuffer(core.config.get("limits.lineBytes"))
+        self._waiting = False
+        core.loop.turn_hooks.append(self._flush)
+        self._poll()
+
+    def feed(self, data):
+        """Take bytes that the host has written."""
+        for line in self._lines.feed(data):
+            self.seq += 1
+            self.host.on_line(self.seq, line)
+
+    def _poll(self):
+        # Not in the selector: epoll refuses plain files, and the host's descriptors must
+        # stay blocking. A thread waits for readability and wakes the loop.
+        def wait():
+            import select
+            poller = select.poll()
+            poller.register(self.read_fd, select.POLLIN)
+            poller.poll()
+            return os.read(self.read_fd, READ_BYTES)
+        self.core.loop.in_thread(wait, self._on_data, 10 ** 8)
+
+    def _on_data(self, data, error):
+        if error is not None or not data:
+            self.core.shutdown("the host has ended its stdin")
+            return
+        self.core.check_config()
+        self.feed(data)
+        self._poll()
+
+    def answer(self, _seq, data):
+        """Send an answer to the host."""
+        self.writer.put(data + b"\n")
+
+    def message(self, data):
+        """Send a message that is no answer."""
+        self.writer.put(data + b"\n")
+
+    def settled(self, _seq):
+        """Nothing to tell: the host's own pipe needs no bookkeeping."""
+
+    def keep_state(self, _state):
+        """Nothing to keep: this process lives as long as its host."""
+
+    def control(self, _text):
+        """Nothing to tell: there is no shim."""
+
+    def close(self, _reason):
+        """The host's pipe is never closed by mcpx."""
+
+    def _flush(self):
+        if self.writer.pending and not self._waiting and not self.writer.flush():
+            self._waiting = True
+            self.core.loop.call_later(0.005, self._retry)
+
+    def _retry(self):
+        self._waiting = False
+
+
+class Daemon:
+    """The core: everything hosts and commands reach goes through here, by method."""
+
+    def __init__(self, config_file, env, log, standalone=False):
+        self.env, self.log, self.standalone = env, log, standalone
+        self.paths = DaemonPaths(config_file, env)
+        self.config = load_config(config_file)
+        self.config_generation = 1
+        self._config_stamp = self._stamp()
+        self._config_error = None
+        self.loop = Loop(log)
+        self.log.level = self.config.get("log.level")
+        self.started_wall, self.started_at = time.time(), time.monotonic()
+        self.secret = self._read_secret()
+        # Above every id that an earlier daemon can have used: microseconds since 1970 grow
+        # faster than a daemon can mint ids, and stay below 2**53, which JavaScript can count.
+        self._next_id = time.time_ns() // 1000
+        self.incarnation = "i%x" % self._next_id
+        directories = {"children": os.path.join(self.paths.state, "children"),
+                       "logs": os.path.join(self.paths.state, "logs"), "boot": boot_id(),
+                       "owner": [os.getpid(), process_start(os.getpid())]}
+        self.pool = Pool(self.loop, log, self.config, self.incarnation, directories)
+        self.pool.listener = self
+        self.schemas = SchemaStore(self.loop, log, os.path.join(self.paths.state, "cache"), self.secret)
+        self.questions = Questions(self.loop, log, self.config, self.new_id)
+        self.tasks = Tasks(self)
+        self.links, self.hosts = set(), set()
+        self.degraded = collections.Counter()         # (server, scope, reason) -> count
+        self.stopping = None
+        self.idle_exit = False
+        self._places = {}                             # path -> (Place, monotonic time)
+        self._elicitations = collections.OrderedDict()   # (slot name, id) -> host
+        self._roots_asked = {}                        # our id -> (host, callback, timer)
+        self._idle_timer = None
+        self._listener = None
+        self._socket_inode = None
+        self._on_stopped = []
+
+    def new_id(self):
+        """Return a number that no incarnation of the daemon has used or will use."""
+        self._next_id += 1
+        return self._next_id
+
+    def _read_secret(self):
+        path = os.path.join(self.paths.state, "secret")
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+            if len(data) == 32:
+                return data
+        except OSError:
+            data = b""
+        data = secrets.token_bytes(32)
+        try:
+            write_private_file(path, data)
+        except OSError as error:
+            self.log.warning("the secret cannot be kept (%s); the schema cache starts anew each time", error)
+        return data
+
+    # -- doors ------------------------------------------------------------------
+
+    def start(self):
+        """Open the socket, then look after what a dead daemon left. Nothing else waits."""
+        if not self.standalone:
+            self._listen()
+            self._write_record()
+        raise_descriptor_limit()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.on_signal(number, lambda number=number: self.shutdown(signal.Signals(number).name))
+        self.loop.on_signal(signal.SIGHUP, lambda: self.check_config(force=True))
+        self.pool.orphans.find()
+        self._watch_config()
+        self._keep_warm()
+        self.log.info("mcpx %s serves %s, pid %d", __version__, self.paths.config, os.getpid())
+
+    def _listen(self):
+        path = self.paths.socket
+        make_private_directory(os.path.dirname(path))
+        try:
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise UsageError("%s is in the way of the socket and is not one; remove it" % path)
+            # We hold the lock, so whoever listened there has gone.
+            os.unlink(path)
+        except FileNotFoundError:
+            pass                         # the usual case: nothing is in the way
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        old_mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(old_mask)
+        listener.listen(512)
+        listener.setblocking(False)
+        self._socket_inode = os.lstat(path).st_ino
+        self._listener = listener
+        self.loop.watch(listener.fileno(), lambda _mask: self._accept())
+
+    def _accept(self):
+        for _ in range(64):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors: leave the door for a moment instead of spinning at it.
+                self.log.error("a connection cannot be accepted: %s", error.strerror)
+                self.loop.unwatch(self._listener.fileno())
+                self.loop.call_later(0.5, lambda: self._listener and self.loop.watch(
+                    self._listener.fileno(), lambda _mask: self._accept()))
+                return
+            connection.setblocking(False)
+            if peer_credentials(connection)[1] != os.getuid():
+                connection.close()
+                continue
+            self.links.add(ShimLink(self, connection))
+            self._cancel_idle_exit()
+
+    def _write_record(self):
+        record = {"pid": os.getpid(), "start": process_start(os.getpid()), "socket": self.paths.socket,
+                  "version": __version__, "link": LINK_VERSION, "config": self.paths.config,
+                  "started": self.started_wall}
+        write_private_file(self.paths.record, json.dumps(record).encode("utf-8"))
+
+    def on_hello(self, link, line):
+        """A connection says what it is."""
+        try:
+            hello = parse_json(line) if not isinstance(line, Oversize) else None
+            if not isinstance(hello, dict) or not isinstance(hello.get("mcpx"), int):
+                raise RpcError(INVALID_REQUEST, "not a hello")
+        except RpcError:
+            self.log.warning("a connection did not begin with a hello; closed")
+            link.close("no hello")
+            return
+        if hello["mcpx"] > LINK_VERSION:
+            link.control("fail this daemon (mcpx %s) is older than the shim (%s); run `mcpx stop`, the next "
+                         "request starts the new one" % (__version__, hello.get("version")))
+            link.close("newer shim")
+            return
+        if hello.get("role") == "control":
+            Control(self, link).run(hello.get("op"), hello)
+            return
+        self._welcome(link, hello)
+
+    def _welcome(self, link, hello):
+        names = [name for name in hello.get("names") or () if isinstance(name, str)]
+        unknown = [name for name in names if name not in self.config.servers or self.config.servers[name].disabled]
+        resumed = isinstance(hello.get("state"), dict)
+        if not names or (unknown and not resumed):
+            link.control("fail " + unknown_servers_text(unknown, self.config))
+            link.close("unknown server")
+            return
+        if len(self.hosts) >= self.config.get("limits.hosts"):
+            link.control("fail %d hosts are connected; raise limits.hosts" % len(self.hosts))
+            link.close("too many hosts")
+            return
+        host = self.make_host(link, names, hello)
+        link.control("welcome %s %d %g %d" % (
+            __version__, self.config.get("shim.keepBytes"), self.config.get("shim.drainTimeout"),
+            self.config.get("limits.lineBytes")))
+        if resumed:
+            host.take_state(hello["state"])
+        losses = hello.get("resent")
+        if isinstance(losses, list) and losses:
+            link.expect_repeated(losses)
+
+    def make_host(self, link, names, hello):
+        """Return the host object of a connection, with the identity that it has by itself."""
+        pid = link.pid
+        session, role = hello.get("session"), hello.get("role")
+        named = isinstance(session, str) and bool(session)
+        if not named:
+            session = "%s%s" % (CONNECTION_PREFIX, pid if role == "serve" else "c%d" % self.new_id())
+        place = hello.get("place")
+        place = Place(**{name: place.get(name) for name in Place.__slots__}) if isinstance(place, dict) else Place()
+        parent = hello.get("parent") if isinstance(hello.get("parent"), str) and hello.get("parent") else None
+        identity = Identity("process" if role == "serve" else "command", session, named, parent, place, pid,
+                            process_start(pid) if pid else None)
+        env = {str(name): str(value) for name, value in (hello.get("env") or {}).items()}
+        host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env, str(role))
+        link.host = host
+        self.hosts.add(host)
+        return host
+
+    # -- what hosts ask of the core -------------------------------------------------
+
+    def server(self, name):
+        """Return the entry of a server in use. Raises RpcError that says why there is none."""
+        server = self.config.servers.get(name)
+        if server is None or server.disabled:
+            raise RpcError(INVALID_PARAMS, "server %s is not configured (any more); configured are: %s"
+                           % (name, ", ".join(sorted(self.config.servers)) or "none"))
+        if server.broken:
+            raise StartFailed("server %s: %s" % (name, server.broken))
+        return server
+
+    def attach(self, host):
+        """Give a host the schemas of its endpoint, as they are now."""
+        host.schema_errors = {}
+        for name in host.surface.names:
+            old = host.surface.schemas.pop(name, None)
+            if old is not None:
+                old.watchers.discard(host)
+            try:
+                server = self.server(name)
+                identity = host.identity.with_meta({}, (), self.new_id())
+                key = scope_key(self.config.get("scope", server), identity)
+                definition = Definition(self.config, server, identity, key, host.env, self.secret)
+                slot = self.pool.slots.get((name, definition.digest, key.text))
+                self.use_schema(host, name, self.schema_for(host, server, definition, slot))
+            except RpcError as error:
+                host.schema_errors[name] = error
+
+    def schema_for(self, host, server, definition, slot):
+        """Return the schema that holds for a host on a slot: that of what runs, if it runs.
+
+        An instance declares what its starter can do; others who share it see its lists.
+        """
+        instance = slot.instance if slot is not None else None
+        capabilities = instance.capabilities if instance is not None else host.declared(server)
+        return self.schemas.get(definition, capabilities)
+
+    def use_schema(self, host, name, schema):
+        """Let a host see a server through this schema from now on."""
+        old = host.surface.schemas.get(name)
+        if old is not None:
+            old.watchers.discard(host)
+        host.surface.schemas[name] = schema
+        schema.watchers.add(host)
+
+    def with_schemas(self, host, ready):
+        """Call `ready(errors)` once the schemas of a host's endpoint are known.
+
+        At once where they are; else servers are started and waited for, up to coldWait. The
+        start goes on when nobody waits any more, and is announced then.
+        """
+        errors = list(host.schema_errors.values())
+        missing = {name: schema for name, schema in host.surface.schemas.items() if not schema.known}
+        if not missing:
+            ready(errors)
+            return
+        left, finished = set(missing), []
+
+        def finish():
+            if not finished:
+                finished.append(True)
+                timer.cancel()
+                ready(errors)
+
+        def one(name, error):
+            left.discard(name)
+            if error is not None:
+                errors.append(error)
+            if not left:
+                finish()
+        wait = max(self.config.get("coldWait", self.config.servers.get(name)) for name in missing)
+        timer = self.loop.call_later(wait, finish)
+        for name, schema in missing.items():
+            self._fill(host, name, schema, lambda error, name=name: one(name, error))
+
+    def _fill(self, host, name, schema, on_done):
+        schema.waiters.append(on_done)
+        if schema.filling:
+            return
+        schema.filling = True
+        try:
+            identity = host.identity.with_meta({}, (), self.new_id())
+            slot = host.slot_for(self.server(name), identity)
+        except RpcError as error:
+            self.schemas.settle(schema, error)
+            return
+        slot.hosts.add(host)
+        host.slots.add(slot)
+
+        def started(error):
+            if error is not None:
+                self.schemas.settle(schema, error)
+                return
+            # Another host's start may have come first, with other capabilities declared.
+            actual = self.schemas.of_instance(slot.instance)
+            if actual is schema and not schema.known:
+                return                   # settled when its lists have been fetched
+            if not host.closed and actual is not schema:
+                self.use_schema(host, name, actual)
+            if actual.known:
+                self.schemas.settle(schema, None)
+            else:
+                actual.waiters.append(lambda error: self.schemas.settle(schema, error))
+        self.pool.prepare(slot, started)
+
+    def find_place(self, path, on_place):
+        """Find the Place of a directory that a caller names; in a thread, as it may hang."""
+        known = self._places.get(path)
+        now = time.monotonic()
+        if known is not None and now - known[1] < 2.0:
+            on_place(known[0])
+            return
+
+        def done(place, error):
+            if error is not None:
+                place = Place(reason="%s cannot be told: %s" % (printable(path), error))
+            if len(self._places) > 1000:
+                self._places.clear()
+            self._places[path] = (place, time.monotonic())
+            on_place(place)
+        not_work = (self.env.get("HOME"), tempfile.gettempdir())
+        self.loop.in_thread(lambda: find_place(path, not_work), done, 5.0)
+
+    def ask_roots(self, host, on_place):
+        """Ask a host where it works; `on_place(Place)`, unknown after 5 s."""
+        question_id = self.new_id()
+
+        def unknown(reason):
+            self._roots_asked.pop(question_id, None)
+            on_place(Place(reason=reason))
+        timer = self.loop.call_later(5.0, lambda: unknown("the host did not tell its roots"))
+        self._roots_asked[question_id] = (host, on_place, timer)
+        host.link.message(encode_json({"jsonrpc": "2.0", "id": question_id, "method": "roots/list"}))
+
+    def roots_answered(self, host, message):
+        """Take an answer of a host if it is to our own roots/list; returns whether it was."""
+        asked = self._roots_asked.get(message["id"]) if is_valid_id(message["id"]) else None
+        if asked is None or asked[0] is not host:
+            return False
+        del self._roots_asked[message["id"]]
+        asked[2].cancel()
+        result = message.get("result")
+        roots = result.get("roots") if isinstance(result, dict) else None
+        for root in roots if isinstance(roots, list) else ():
+            uri = root.get("uri") if isinstance(root, dict) else None
+            if isinstance(uri, str) and uri.startswith("file://"):
+                from urllib.parse import unquote, urlsplit
+                self.find_place(unquote(urlsplit(uri).path), asked[1])
+                return True
+        asked[1](Place(reason="the host has no file:// root"))
+        return True
+
+    def note_degraded(self, server_name, scope, reason):
+        """Count a scope that could not be told; logged once per server and reason."""
+        # A path in the reason would make every directory a reason of its own.
+        name = (server_name, scope, reason)
+        if name not in self.degraded and len(self.degraded) < 1000:
+            self.log.warning("scope %s of server %s is narrower than asked for: %s", scope, server_name, reason)
+        self.degraded[name] += 1
+        self.pool.counters["degraded"] += 1
+
+    def note_lost_use(self, server, key, session):
+        """A host relied on state that died with an earlier daemon."""
+        if any(slot.key.text == key and slot.instance for slot in self.pool.by_server.get(server, ())):
+            return
+        reason, sessions = self.pool.lost_state.get((server, key), ("mcpx was restarted", set()))
+        sessions.add(session)
+        self.pool.lost_state[(server, key)] = (reason, sessions)
+
+    def note_elicitation(self, slot, elicitation_id, host):
+        """Remember whom a URL elicitation was shown to: only that host hears of its end."""
+        if isinstance(elicitation_id, str):
+            self._elicitations[(slot.name, elicitation_id)] = host
+            while len(self._elicitations) > 1000:
+                self._elicitations.popitem(last=False)
+
+    def wanted_level(self, slot, host):
+        """Return the most verbose log level that a host of the slot asked for."""
+        levels = [LOG_LEVELS.index(h.level) for h in slot.hosts | {host} if h.level in LOG_LEVELS]
+        return LOG_LEVELS[min(levels)] if levels else None
+
+    def on_initialized(self, host):
+        """A host has finished its handshake."""
+        self.log.info("host %s is ready: %s, pid %s, %s, servers %s", host.id, host.info.get("name", "?"),
+                      host.identity.pid, host.revision, ", ".join(host.surface.names))
+
+    def host_gone(self, host):
+        """A host has gone: end what only its connection could name."""
+        self.hosts.discard(host)
+        for question_id in [i for i, asked in self._roots_asked.items() if asked[0] is host]:
+            self._roots_asked.pop(question_id)[2].cancel()
+        own = "session:%s" % host.identity.session
+        for slot in list(self.pool.slots.values()):
+            if slot.key.text == own and not host.identity.named and not slot.hosts:
+                self.pool.end(slot, "its session has ended")
+            elif slot.key.text.startswith("pid:"):
+                self._end_with_process(slot)
+
+    def _end_with_process(self, slot):
+        """An instance of `pid` scope ends when that process does."""
+        pid, _, start = slot.key.text[len("pid:"):].partition("@")
+        if process_start(int(pid)) != start:
+            self.pool.end(slot, "its process has ended")
+        elif not slot.hosts and slot.name in self.pool.slots:
+            self.loop.call_later(1.0, lambda: self._end_with_process(slot))
+
+    # -- what the pool tells -----------------------------------------------------------
+
+    def on_question(self, instance, message):
+        """A server asks something."""
+        self.questions.ask(instance, message)
+
+    def on_lease_back(self, instance):
+        """A call on an instance is over."""
+        self.questions.on_lease_back(instance)
+
+    def on_ready(self, instance):
+        """An instance has made its handshake: check the schema cache against it."""
+        schema = self.schemas.of_instance(instance)
+        if instance.slot.key.text.startswith("call:") and self.schemas.is_fresh(schema):
+            self.schemas.settle(schema, None)
+            return
+        self.schemas.check(instance)
+
+    def on_gone(self, instance):
+        """Nothing of an instance is left."""
+        self.questions.on_gone(instance)
+        if instance.slot is not None:
+            self.tasks.on_gone(instance)
+        self._maybe_stopped()
+        self._maybe_idle_exit()
+
+    def on_notification(self, instance, message):
+        """A server tells something: it goes where it belongs, or nowhere."""
+        method, params = message["method"], message.get("params") or {}
+        if method == "notifications/message":
+            self._on_log(instance, params)
+        elif method in CHANGED_KINDS:
+            self._on_list_changed(instance, method)
+        elif method == "notifications/resources/updated":
+            self._on_updated(instance, params)
+        elif method == "notifications/cancelled":
+            self.questions.on_cancelled(instance, params)
+        elif method == "notifications/tasks/status":
+            self.tasks.on_status(instance, params)
+        elif method == "notifications/elicitation/complete":
+            host = self._elicitations.pop((instance.slot.name, params.get("elicitationId")), None)
+            if host is not None and host.revision == LATEST_LEGACY:
+                host.tell(method, params)
+        elif len(instance.slot.hosts) == 1:
+            next(iter(instance.slot.hosts)).tell(method, message.get("params"))
+        else:
+            self.pool.counters["droppedNotifications"] += 1
+
+    def _on_log(self, instance, params):
+        """To the one host with a call there, else to the only host there is; never to all."""
+        hosts = asking_hosts(instance) or set(instance.slot.hosts)
+        if len(hosts) == 1:
+            next(iter(hosts)).on_log(params)
+        else:
+            self.pool.counters["droppedLogs"] += 1
+            self.pool.server_log(instance.definition.server.name).write(
+                b"[message] " + json.dumps(params).encode("utf-8")[:4000] + b"\n")
+
+    def _on_list_changed(self, instance, method):
+        """Fetch the list anew, then tell the hosts. A storm becomes one fetch at a time."""
+        if method in instance.rechecks:
+            instance.rechecks[method] = True
+            return
+        instance.rechecks[method] = False
+        self.loop.call_later(0.05, lambda: self._recheck(instance, method))
+
+    def _recheck(self, instance, method):
+        if instance.state not in ("idle", "busy"):
+            return
+        again = instance.rechecks.pop(method, False)
+        self.schemas.check(instance, CHANGED_KINDS[method], announce=True)
+        if again:
+            self._on_list_changed(instance, method)
+
+    def _on_updated(self, instance, params):
+        uri, subscriptions = params.get("uri"), instance.slot.subscriptions
+        hosts = set(subscriptions.get(uri, ())) if isinstance(uri, str) else set()
+        if not hosts and isinstance(uri, str):
+            # MCP 2025-11-25, server/resources: it may name a part of what was subscribed to.
+            parents = [u for u in subscriptions if uri.startswith(u.rstrip("/") + "/")]
+            hosts = set(subscriptions[max(parents, key=len)]) if parents else set()
+        everybody = set().union(*subscriptions.values()) if subscriptions else set()
+        if not hosts and len(everybody) == 1:
+            hosts = everybody
+        for host in hosts:
+            host.tell("notifications/resources/updated", params)
+
+    # -- configuration --------------------------------------------------------------------
+
+    def _stamp(self):
+        try:
+            info = os.stat(self.paths.config)
+            return info.st_mtime_ns, info.st_size, info.st_ino
+        except OSError:
+            return None
+
+    def _watch_config(self):
+        self.check_config()
+        self.loop.call_later(5.0, self._watch_config)
+
+    def check_config(self, force=False):
+        """Apply the configuration if the file has changed. Returns the error text, or None."""
+        stamp = self._stamp()
+        if stamp == self._config_stamp and not force:
+            return self._config_error
+        self._config_stamp = stamp
+        try:
+            new = load_config(self.paths.config)
+            for server in new.servers.values():
+                if server.broken:
+                    raise UsageError(server.broken)
+        except UsageError as error:
+            self._config_error = str(error)
+            self.log.error("the changed configuration is not used: %s", error)
+            return self._config_error
+        self._config_error = None
+        self._apply(new)
+        return None
+
+    def _apply(self, new):
+        old = self.config
+        changed = {name for name in old.servers.keys() | new.servers.keys()
+                   if name not in old.servers or name not in new.servers
+                   or old.servers[name].comparable() != new.servers[name].comparable()}
+        self.config = self.pool.config = self.questions.config = new
+        self.config_generation += 1
+        self.log.level = new.get("log.level")
+        self.log.info("configuration applied; changed servers: %s", ", ".join(sorted(changed)) or "none")
+        for name in changed & old.servers.keys():
+            what = "changed" if name in new.servers else "removed"
+            self.pool.retire(name, "its entry was %s" % what)
+        for host in list(self.hosts):
+            if host.revision is not None:
+                before = host.surface.capabilities(host.revision)
+                self.attach(host)
+                if changed & set(host.surface.names):
+                    for kind in ("tools", "prompts", "resources"):
+                        if kind in before or kind in host.surface.capabilities(host.revision):
+                            host.on_list_changed(KIND_CHANGED[kind])
+        for slot in list(self.pool.slots.values()):
+            self.pool.wake(slot)
+        self._keep_warm()
+
+    def _keep_warm(self):
+        definitions = []
+        for server in self.config.servers.values():
+            if not self.config.get("warm", server) or server.broken or server.disabled:
+                continue
+            problem = warm_problem(self.config, server)
+            if problem:
+                self.log.warning("server %s is not kept warm: %s", server.name, problem)
+                continue
+            identity = Identity("process", call=0)
+            try:
+                definitions.append(Definition(self.config, server, identity, Key("warm"), self.env, self.secret))
+            except StartFailed as error:
+                self.log.warning("server %s is not kept warm: %s", server.name, error.message)
+        self.pool.keep_warm(definitions)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def shutdown(self, reason, on_stopped=None):
+        """Let calls in flight finish (bounded), end all children, then leave the loop."""
+        if on_stopped is not None:
+            self._on_stopped.append(on_stopped)
+        if self.stopping:
+            return
+        self.stopping = reason
+        self.log.info("mcpx ends: %s", reason)
+        self._close_door()
+        for link in list(self.links):
+            if link.host is not None:
+                link.control("bye " + reason)
+        deadline = time.monotonic() + self.config.get("shim.drainTimeout" if self.standalone else "drainTimeout")
+
+        def drained():
+            if self.pool.busy() and time.monotonic() < deadline:
+                self.loop.call_later(0.02, drained)
+                return
+            self.pool.stop_all(reason)
+            self._maybe_stopped()
+        self.loop.soon(drained)
+
+    def _close_door(self):
+        if self._listener is None:
+            return
+        self.loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._listener = None
+        try:
+            # Never the socket of a successor.
+            if os.lstat(self.paths.socket).st_ino == self._socket_inode:
+                os.unlink(self.paths.socket)
+            os.unlink(self.paths.record)
+        except OSError as error:
+            self.log.debug("the socket was not removed: %s", error)
+
+    def _maybe_stopped(self):
+        if not self.pool.draining or self.pool.instances or self.pool.orphans.pending:
+            if self.pool.draining and self.pool.orphans.pending:
+                self.loop.call_later(0.1, self._maybe_stopped)
+            return
+        callbacks, self._on_stopped = self._on_stopped, []
+        for callback in callbacks:
+            callback()
+        self.loop.soon(self._leave)
+
+    def _leave(self):
+        for link in list(self.links):
+            link.close("mcpx has ended")
+        self.loop.call_later(0.0, self.loop.stop)
+
+    def on_link_gone(self):
+        """A connection has closed."""
+        self._maybe_idle_exit()
+
+    def _cancel_idle_exit(self):
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+
+    def _maybe_idle_exit(self):
+        """A daemon that a shim started goes when nobody has used it for a while."""
+        if not self.idle_exit or self.links or self.pool.instances or self._idle_timer is not None or self.stopping:
+            return
+
+        def due():
+            self._idle_timer = None
+            if not self.links and not self.pool.instances:
+                self.shutdown("idle")
+        self._idle_timer = self.loop.call_later(self.config.get("idleExit"), due)
+
+
+def unknown_servers_text(unknown, config):
+    """Return what to say when `serve` names servers that are not configured."""
+    names = sorted(name for name, server in config.servers.items() if not server.disabled)
+    problem = "there is no server %s in %s" % (", ".join(unknown), config.path) if unknown else "name a server"
+    return "%s; configured are: %s" % (problem, ", ".join(names) or "none")
+
+
+def warm_problem(config, server):
+    """Return why processes of a server cannot be kept warm, or None.
+
+    They are started before it is known for whom, so nothing may depend on the caller.
+    """
+    text = " ".join([server.command] + server.args + list(server.env.values()))
+    if re.search(r"\{(key|id|session|cwd|tmpdir|port)\}", text):
+        return "its entry has placeholders, which depend on the caller"
+    if not server.cwd:
+        return "set its cwd, so that it does not depend on the caller"
+    if "inheritEnv" not in server.own:
+        return "set inheritEnv (an empty list is fine), so that its environment does not depend on the caller"
+    return None
+
+
+class Control:
+    """One control request of a command: an operation, its arguments, one answer."""
+
+    def __init__(self, core, link):
+        self.core, self.link = core, link
+
+    def run(self, operation, hello):
+        """Do what was asked and answer, at once or when it is done."""
+        method = getattr(self, "op_%s" % operation, None) if isinstance(operation, str) else None
+        try:
+            if method is None:
+                raise RpcError(METHOD_NOT_FOUND, "this daemon (mcpx %s) has no operation %s" % (__version__, operation))
+            result = method(hello.get("args") or {}, hello)
+            if result is not None:
+                self.reply({"result": result})
+        except RpcError as error:
+            self.reply({"error": error.as_object()})
+
+    def reply(self, message):
+        """Send the answer and hang up."""
+        self.link.stream.write(encode_json(message) + b"\n")
+        self.link.close("answered")
+
+    def op_status(self, _args, _hello):
+        """Everything that is going on."""
+        core, pool, now = self.core, self.core.pool, time.monotonic()
+        return {
+            "daemon": {"pid": os.getpid(), "version": __version__, "config": core.paths.config,
+                       "configError": core._config_error, "socket": core.paths.socket,
+                       "started": core.started_wall, "uptime": round(now - core.started_at, 3),
+                       "memory": memory_bytes(os.getpid()), "state": "stopping" if core.stopping else "running",
+                       "incarnation": core.incarnation},
+            "instances": [self._instance(i) for i in pool.instances.values() if i.slot is not None],
+            "warm": [{"id": i.id, "server": i.definition.server.name, "pid": i.pid}
+                     for ready in pool.warm.values() for i in ready],
+            "hosts": [self._host(host) for host in core.hosts],
+            "servers": [self._server(server) for server in core.config.servers.values()],
+            "degradations": [{"server": server, "scope": scope, "reason": reason, "count": count}
+                             for (server, scope, reason), count in core.degraded.items()],
+            "questions": [self._question(q) for q in core.questions.by_id.values()],
+            "tables": self._tables(),
+            "counters": dict(pool.counters)}
+
+    def _instance(self, instance):
+        slot, now = instance.slot, time.monotonic()
+        oldest = min((call.sent_at for call in instance.upstream.in_flight.values()), default=None)
+        return {"id": instance.id, "server": slot.server.name, "scope": slot.scope, "key": slot.key.text,
+                "why": slot.key.degraded or "scope %s" % slot.scope, "state": instance.state,
+                "unresponsive": instance.unresponsive, "pid": instance.pid, "memory": memory_bytes(instance.pid),
+                "uptime": round(now - instance.started_at, 3), "calls": instance.calls, "inFlight": instance.leases,
+                "oldestInFlight": round(now - oldest, 3) if oldest is not None else None,
+                "waiting": len(slot.queue), "hosts": len(slot.hosts), "restarts": slot.restarts,
+                "revision": instance.upstream.revision, "lastError": slot.last_error, "noise": instance.noise,
+                "subscriptions": len(slot.subscriptions), "tasks": len(slot.tasks)}
+
+    def _host(self, host):
+        return {"id": host.id, "pid": host.identity.pid, "source": host.identity.source,
+                "session": host.identity.session, "parent": host.identity.parent, "cwd": host.identity.place.cwd,
+                "servers": host.surface.names, "client": host.info.get("name"), "revision": host.revision,
+                "inFlight": len(host.calls), "connected": host.connected_wall}
+
+    def _server(self, server):
+        core = self.core
+        slots = core.pool.by_server.get(server.name, ())
+        backoffs = [b for (name, _), b in core.pool.backoffs.items() if name == server.name]
+        next_at = max((b.next_at for b in backoffs), default=0) - time.monotonic()
+        return {"name": server.name, "scope": core.config.get("scope", server),
+                "sharing": core.config.get("sharing", server), "disabled": server.disabled,
+                "instances": sum(1 for slot in slots if slot.instance), "restarts": sum(s.restarts for s in slots),
+                "lastError": server.broken or next((b.error for b in backoffs), None)
+                or next((s.last_error for s in slots if s.last_error), None),
+                "nextTry": round(next_at, 3) if next_at > 0 else None,
+                "waiting": sum(len(slot.queue) for slot in slots)}
+
+    def _question(self, question):
+        left = question.deadline_at - time.monotonic() if question.deadline_at else None
+        return {"id": question.id, "server": question.instance.definition.server.name, "method": question.method,
+                "host": question.host.id if question.host else None, "why": question.why_open,
+                "asked": question.asked_wall, "deadline": round(left, 3) if left is not None else None}
+
+    def _tables(self):
+        core, pool = self.core, self.core.pool
+        upstreams = [i.upstream for i in pool.instances.values() if i.upstream is not None]
+        return {"calls": sum(len(host.calls) for host in core.hosts),
+                "waiting": sum(len(slot.queue) for slot in pool.slots.values()),
+                "leases": sum(i.leases for i in pool.instances.values()),
+                "questions": len(core.questions.by_id),
+                "tokens": sum(len(u.in_flight) for u in upstreams), "hosts": len(core.hosts),
+                "instances": len(pool.instances), "slots": len(pool.slots), "tasks": len(core.tasks.by_id)}
+
+    def op_why(self, args, hello):
+        """For this caller: who it is, and which instance of a server it would reach."""
+        core = self.core
+        server = core.server(args.get("server"))
+        scope = core.config.get("scope", server)
+        host = core.make_host(self.link, [server.name], hello)
+        core.hosts.discard(host)
+        self.link.host = None
+        identity = host.identity.with_meta({}, (), core.new_id())
+        key = scope_key(scope, identity)
+        definition = Definition(core.config, server, identity, key, host.env, core.secret)
+        slot = core.pool.slots.get((server.name, definition.digest, key.text))
+        others = [s for s in core.pool.by_server.get(server.name, ()) if s.key.text == key.text
+                  and s.definition.digest != definition.digest]
+        evidence = ["session %s: %s" % (identity.session, "named by the caller" if identity.named
+                                        else "made for this connection"),
+                    "directory %s: %s" % (identity.place.cwd, identity.place.reason or "work tree %s, repository %s"
+                                          % (identity.place.worktree, identity.place.repo)),
+                    "process %s, started %s: from the socket's credentials" % (identity.pid, identity.started)]
+        if others:
+            evidence.append("%d other instance(s) have the same key but another definition (command, arguments, "
+                            "environment or directory differ)" % len(others))
+        if identity.parent:
+            evidence.append("parent session %s: named by the caller" % identity.parent)
+        program = shutil.which(definition.argv[0], path=definition.env.get("PATH") or os.defpath)
+        return {"server": server.name, "scope": scope, "identity": identity.as_dict(), "evidence": evidence,
+                "key": key.text, "degraded": key.degraded, "definition": definition.digest, "program": program,
+                "instance": self._instance(slot.instance) if slot is not None and slot.instance else None}
+
+    def op_servers(self, _args, _hello):
+        """The configured servers."""
+        return {"servers": [self._server(server) for server in self.core.config.servers.values()]}
+
+    def _targets(self, name):
+        pool = self.core.pool
+        if name in pool.instances:
+            return [pool.instances[name]]
+        if name in self.core.config.servers or name in pool.by_server:
+            return [i for i in pool.instances.values() if i.definition.server.name == name]
+        raise RpcError(INVALID_PARAMS, "there is no server or instance %s; `mcpx status` lists them" % name)
+
+    def op_stop(self, args, _hello):
+        """End an instance, a server's instances, or the daemon and all it runs."""
+        name, core = args.get("name"), self.core
+        if name is None:
+            pids = [i.pid for i in core.pool.instances.values()]
+            forced = []
+
+            def stopped():
+                self.reply({"result": {"stopped": "daemon", "pid": os.getpid(), "children": pids, "killed": forced}})
+            for instance in core.pool.instances.values():
+                self._note_killed(instance, forced)
+            core.shutdown("mcpx stop", stopped)
+            return None
+        self._end_and_wait(self._targets(name), "mcpx stop", "stopped")
+        return None
+
+    def op_restart(self, args, _hello):
+        """End an instance or a server's instances, and start again those whose hosts are there."""
+        targets = self._targets(args.get("name"))
+        slots = [i.slot for i in targets if i.slot is not None and i.slot.hosts]
+        pool = self.core.pool
+
+        def start_again():
+            for slot in slots:
+                if slot.hosts:
+                    pool.prepare(pool.keep_slot(slot), lambda error: None)
+        self._end_and_wait(targets, "mcpx restart", "restarted", start_again)
+
+    def _note_killed(self, instance, forced):
+        gone = instance.child.on_gone
+
+        def on_gone():
+            if instance.child.hardest == "SIGKILL":
+                forced.append(instance.pid)
+            gone()
+        instance.child.on_gone = on_gone
+
+    def _end_and_wait(self, targets, reason, word, then=None):
+        forced, left = [], set(targets)
+        pids = [instance.pid for instance in targets]
+
+        def check():
+            if then is not None:
+                then()
+            self.reply({"result": {word: pids, "killed": forced}})
+        for instance in targets:
+            self._note_killed(instance, forced)
+            gone = instance.child.on_gone
+
+            def on_gone(instance=instance, gone=gone):
+                gone()
+                left.discard(instance)
+                if not left:
+                    check()
+            instance.child.on_gone = on_gone
+            self.core.pool.stop(instance, reason)
+        if not targets:
+            check()
+
+    def op_reload(self, _args, _hello):
+        """Read the configuration again."""
+        error = self.core.check_config(force=True)
+        if error:
+            raise RpcError(INVALID_PARAMS, "the configuration is not used, the last good one stays: %s" % error)
+        return {"reloaded": self.core.paths.config, "servers": sorted(self.core.config.servers)}
+
+    def op_settings(self, _args, _hello):
+        """The settings in force."""
+        return {"settings": settings_in_force(self.core.config)}
+
+
+def settings_in_force(config):
+    """Return one row per setting: value in force, default, where it was said, meaning."""
+    return [{"name": row.name, "value": config.get(row.name), "default": row.default,
+             "from": config.source(row.name), "perServer": row.per_server, "hot": row.hot,
+             "meaning": row.meaning, "servers": {name: server.own[row.name] for name, server in
+                                                 config.servers.items() if row.name in server.own}}
+            for row in SETTINGS.values()]
+
+
+def sd_notify(env, text):
+    """Tell systemd about our state, if it started us."""
+    address = env.get("NOTIFY_SOCKET")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            try:
+                notifier.sendto(text.encode(), "\0" + address[1:] if address[0] == "@" else address)
+            except OSError:
+                return
+
+
+def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
+    """Be the daemon of a configuration until it is told to end. Returns the exit status."""
+    paths = DaemonPaths(config_file, env)
+    lock = None
+
+    def ready(text):
+        if ready_fd is not None:
+            try:
+                os.write(ready_fd, text.encode("utf-8", "replace"))
+                os.close(ready_fd)
+            except OSError:
+                return                   # the shim that started us has gone; others will come
+    try:
+        lock = take_daemon_lock(paths, env, started_by_shim)
+        if lock is None:
+            ready("ok another daemon runs\n")
+            return 0
+        log = Log(RotatedFile(paths.log, parse_setting(SETTINGS["log.maxBytes"], SETTINGS["log.maxBytes"].default),
+                              SETTINGS["log.files"].default), echo=not started_by_shim)
+        daemon = Daemon(config_file, env, log)
+        daemon.idle_exit = started_by_shim
+        daemon.start()
+    except (UsageError, OSError) as error:
+        ready("failed %s\n" % error)
+        if not started_by_shim:
+            raise error if isinstance(error, UsageError) else UsageError(str(error))
+        return 2
+    ready("ok\n")
+    sd_notify(env, "READY=1")
+    daemon._maybe_idle_exit()
+    daemon.loop.run()
+    sd_notify(env, "STOPPING=1")
+    os.close(lock)
+    return 0
+
+
+def take_daemon_lock(paths, env, started_by_shim):
+    """Return the descriptor of the held lock, or None when a shim's daemon is not needed.
+
+    The file is never removed. A service manager's daemon waits for a shim's to end: failing
+    would use up the manager's restart limit.
+    """
+    os.makedirs(paths.state, 0o700, exist_ok=True)
+    fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    managed = "INVOCATION_ID" in env or "XPC_SERVICE_NAME" in env
+    said, tries = False, 0
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except OSError:
+            if not started_by_shim and not managed:
+                raise UsageError("a daemon for %s runs already; see `mcpx status`, or end it with `mcpx stop`"
+                                 % paths.config)
+            if started_by_shim and (tries > 400 or _is_listening(paths)):
+                os.close(fd)
+                return None
+        if managed and not said:
+            os.write(2, b"mcpx: another daemon of this configuration runs; waiting for it to end\n")
+            said = True
+        tries += 1
+        # An ending daemon holds the lock until its last child has gone.
+        time.sleep(0.05)
+
+
+def _is_listening(paths):
+    for path in (paths.recorded_socket(), paths.socket):
+        if path:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(path)
+                    return True
+                except OSError:
+                    continue
+    return False
+
+
+# ---------------------------------------------------------------------------
+# Shim: what must survive the daemon
+#
+# What a host launches. Relays whole lines, keeps each request until it is answered, finds or
+# starts a daemon, and ends with its host. Loads C modules only and parses nothing that it
+# can pass on: it runs once per server and host. Never touches the sections above from
+# "upstream" on, except to take the daemon's role when none can be had.
+# ---------------------------------------------------------------------------
+
+# Used until the daemon has told its settings.
+SHIM_KEEP_BYTES = 64 << 20
+SHIM_DRAIN_S = 10.0
+SHIM_LINE_BYTES = 128 << 20
+# A daemon that accepts and says nothing for this long is none.
+HELLO_WAIT_S = 5.0
+# A start takes 0.1 to 0.3 s; a machine under load ten times that.
+START_WAIT_S = 15.0
+# Requests wait this long for a daemon to come back before they get an error.
+PATIENCE_S = 5.0
+# Stop reading from a side when this much waits for the other.
+SHIM_HIGH_WATER = 4 << 20
+
+
+class HostWriter:
+    """Writes to a descriptor of the host without ever blocking and without changing its flags.
+
+    The flags belong to the open file, which the host may share. Sockets take a flag per
+    call; a pipe that polls writable takes PIPE_BUF bytes; files, terminals and /dev/null
+    are written as they are.
+    """
+
+    def __init__(self, fd):
+        self.fd = fd
+        self.pending = []
+        self.pending_bytes = 0
+        self.broken = False
+        mode = os.fstat(fd).st_mode & 0o170000
+        self._socket = None
+        self._is_pipe = mode == 0o010000
+        if mode == 0o140000:
+            import _socket
+            self._socket = _socket.socket(fileno=os.dup(fd))
+            self._flag = _socket.MSG_DONTWAIT
+
+    def put(self, data):
+        """Queue bytes; `flush` writes them."""
+        self.pending.append(data)
+        self.pending_bytes += len(data)
+
+    def flush(self):
+        """Write what can be written now; returns whether all is written."""
+        while self.pending and not self.broken:
+            data = self.pending[0]
+            if len(self.pending) > 1 and len(data) < READ_BYTES:
+                data = b"".join(self.pending)
+                self.pending = [data]
+            try:
+                written = self._write(data)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.broken = True
+                self.pending, self.pending_bytes = [], 0
+                break
+            self.pending_bytes -= written
+            if written == len(data):
+                self.pending.pop(0)
+            else:
+                self.pending[0] = memoryview(data)[written:]
+                if not written:
+                    return False
+        return True
+
+    def _write(self, data):
+        if self._socket is not None:
+            return self._socket.send(data, self._flag)
+        if not self._is_pipe:
+            return os.write(self.fd, data)
+        import select
+        poller = select.poll()
+        poller.register(self.fd, select.POLLOUT)
+        written = 0
+        while written < len(data):
+            if not any(event & select.POLLOUT for _, event in poller.poll(0)):
+                break
+            written += os.write(self.fd, data[written:written + PIPE_BUF])
+        return written
+
+
+class Shim:
+    """One host's stdin and stdout on one side, the daemon's socket on the other.
+
+    State "down" (looking for a daemon), "starting" (one is being started), "hello" (it has
+    been greeted), "up", "asleep" (it was told to end: only a new request starts another).
+    """
+
+    def __init__(self, names, config_file, env):
+        import select
+        self.names, self.config_file, self.env = names, config_file, env
+        self.select = select
+        self.state = "down"
+        self.socket = None
+        self.writer = HostWriter(1)
+        # Lines of the host by running number: [line, losses]; a line too long to keep is None.
+        self.kept = {}
+        self.kept_bytes = 0
+        self.first_seq = 1               # the running number that is line 1 on this link
+        self.next_seq = 1
+        self.unsent = []                 # (seq, line) not yet handed to the socket whole
+        self.unsent_offset = 0
+        self.hello = b""                 # what is left to send of it; lines wait for the welcome
+        self.partial, self.partial_bytes = [], 0      # the unfinished line of the host
+        self.streaming = False           # in a line too long to keep, passed on as it comes
+        self.incoming = []               # the unfinished line of the daemon
+        self.session_state = None        # what the daemon wants the next one to know, as JSON
+        self.was_up = False
+        self.host_ended = False
+        self.drain_until = None
+        self.down_since = time.monotonic()
+        self.retry_at, self.retry_delay = 0.0, 0.02
+        self.start_after = 0.0
+        self.ready_fd = self.starter_lock = None
+        self.ready_text = b""
+        self.deadline = None
+        self.problem = "no daemon answers"
+        self.keep_limit, self.drain_s, self.line_limit = SHIM_KEEP_BYTES, SHIM_DRAIN_S, SHIM_LINE_BYTES
+        self.parent = os.getppid()
+
+    # -- the loop ---------------------------------------------------------------
+
+    def run(self):
+        """Relay until the host has ended. Returns the exit status, or None to go on standalone."""
+        while True:
+            if self.state == "down":
+                outcome = self._look_for_daemon()
+                if outcome is not None:
+                    return outcome[0]
+            self._poll()
+            if self.state == "refused":
+                return None
+            if self.writer.broken:
+                return 0
+            if self.host_ended and self._drained():
+                self.writer.flush()
+                return 0
+            outcome = self._check_deadlines()
+            if outcome is not None:
+                return outcome[0]
+
+    def _poll(self):
+        select = self.select
+        wanted = {1: select.POLLOUT if self.writer.pending else 0}
+        if not self.host_ended and self._may_read_host():
+            wanted[0] = select.POLLIN
+        if self.socket is not None:
+            events = select.POLLIN if self.writer.pending_bytes < SHIM_HIGH_WATER else 0
+            if self.hello or (self.unsent and self.state == "up"):
+                events |= select.POLLOUT
+            wanted[self.socket.fileno()] = events
+        if self.ready_fd is not None:
+            wanted[self.ready_fd] = select.POLLIN
+        poller = select.poll()
+        for fd, events in wanted.items():
+            poller.register(fd, events)
+        timeout = self._timeout()
+        for fd, event in poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1)):
+            if fd == 0:
+                self._read_host()
+            elif fd == 1:
+                if event & (select.POLLERR | select.POLLNVAL) or (event & select.POLLHUP and not event & select.POLLOUT):
+                    self.writer.broken = True
+                else:
+                    self.writer.flush()
+            elif fd == self.ready_fd:
+                self._read_ready()
+            elif self.socket is not None and fd == self.socket.fileno():
+                if event & select.POLLOUT:
+                    self._send_hello() if self.hello else self._send()
+                if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._read_daemon()
+
+    def _may_read_host(self):
+        """Stop reading the host when too much waits for the daemon."""
+        waiting = sum(len(line) for _, line in self.unsent) if len(self.unsent) < 64 else SHIM_HIGH_WATER
+        return waiting < SHIM_HIGH_WATER or (self.state != "up" and self.kept_bytes < self.keep_limit)
+
+    def _timeout(self):
+        times = [at for at in (self.deadline, self.drain_until) if at is not None]
+        if self.drain_until is not None:
+            times.append(time.monotonic() + 0.5)      # to see whether the host still lives
+        if self.state == "down":
+            times.append(self.retry_at)
+        if self.state in ("down", "starting", "hello") and self.kept and self.was_up:
+            times.append(self.down_since + PATIENCE_S)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _check_deadlines(self):
+        now = time.monotonic()
+        if self.drain_until is not None and (now >= self.drain_until or os.getppid() != self.parent):
+            return (0,)
+        if self.deadline is not None and now >= self.deadline:
+            return self._no_daemon("the daemon does not answer" if self.state == "hello" else
+                                   "the daemon did not come up in %gs" % START_WAIT_S)
+        if self.was_up and self.kept and self.state in ("down", "starting", "hello") and (
+                now - self.down_since > PATIENCE_S):
+            self._answer_with_errors()
+        return None
+
+    def _drained(self):
+        """After the host's stdin ended: is there nothing left to answer, or nobody to answer it?"""
+        return not self.kept and not self.unsent and not self.writer.pending
+
+    # -- the host's side ----------------------------------------------------------
+
+    def _read_host(self):
+        try:
+            data = os.read(0, READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._host_has_ended()
+            return
+        if self.state == "asleep":
+            self.state, self.down_since, self.retry_at = "down", time.monotonic(), 0.0
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._keep_partial(data)
+            return
+        first, start = data.find(b"\n"), 0
+        if self.partial or self.streaming:
+            self._end_partial(data[:first + 1])
+            start = first + 1
+        while start <= end:
+            stop = data.index(b"\n", start) + 1
+            self._take_line(data[start:stop])
+            start = stop
+        if end + 1 < len(data):
+            self._keep_partial(data[end + 1:])
+        if self.state == "up":
+            self._send()
+
+    def _keep_partial(self, data):
+        if self.streaming:
+            self.unsent.append((None, data))
+            self._send_if_up()
+            return
+        self.partial.append(data)
+        self.partial_bytes += len(data)
+        if self.partial_bytes > self.line_limit and self.state == "up":
+            # The daemon will refuse it by its own count; keep nothing meanwhile.
+            self.streaming = True
+            self.unsent.append((None, b"".join(self.partial)))
+            self.partial, self.partial_bytes = [], 0
+            self._send_if_up()
+
+    def _send_if_up(self):
+        if self.state == "up":
+            self._send()
+
+    def _end_partial(self, data):
+        if self.streaming:
+            self.streaming = False
+            seq = self.next_seq
+            self.next_seq += 1
+            self.kept[seq] = [None, 0]
+            self.unsent.append((seq, data))
+            return
+        self.partial.append(data)
+        line = self.partial[0] if len(self.partial) == 1 else b"".join(self.partial)
+        self.partial, self.partial_bytes = [], 0
+        self._take_line(line)
+
+    def _take_line(self, line):
+        seq = self.next_seq
+        self.next_seq += 1
+        self.kept[seq] = [line, 0]
+        self.kept_bytes += len(line)
+        self.unsent.append((seq, line))
+        if self.kept_bytes > self.keep_limit and self.state == "up":
+            self._shorten_kept()
+
+    def _shorten_kept(self):
+        """Past the bound, large requests are kept as a stub: enough to say that they were lost."""
+        json_module = __import__("json")
+        unsent = {seq for seq, _ in self.unsent}
+        for seq, entry in sorted(self.kept.items(), key=lambda item: -len(item[1][0] or b"")):
+            if self.kept_bytes <= self.keep_limit // 2:
+                return
+            if entry[0] is None or seq in unsent or len(entry[0]) < 4096:
+                continue
+            try:
+                message = json_module.loads(entry[0])
+                stub = {"jsonrpc": "2.0", "id": message["id"], "method": "tools/call", "params": {"name": ""}}
+                line = json_module.dumps(stub).encode() + b"\n"
+            except (ValueError, KeyError, TypeError):
+                line = b"\n"
+            self.kept_bytes += len(line) - len(entry[0])
+            entry[0] = line
+
+    def _host_has_ended(self):
+        self.host_ended = True
+        if self.partial:
+            # A last line without its end: half a request is none, a whole one counts.
+            self._take_line(b"".join(self.partial) + b"\n")
+            self.partial = []
+            self._send_if_up()
+        self.drain_until = time.monotonic() + self.drain_s
+        if self.state == "asleep":
+            self._forget_all()
+
+    # -- the daemon's side ----------------------------------------------------------
+
+    def _send(self):
+        """Hand lines to the socket; a line counts as sent once its last byte is."""
+        while self.unsent:
+            batch, size = [], 0
+            for _, line in self.unsent:
+                if batch and size + len(line) > READ_BYTES:
+                    break
+                batch.append(line)
+                size += len(line)
+            data = batch[0] if len(batch) == 1 else b"".join(batch)
+            if self.unsent_offset:
+                data = memoryview(data)[self.unsent_offset:]
+            try:
+                sent = self.socket.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                # Answers may still lie in the receive buffer: the loss is noticed by reading.
+                return
+            sent += self.unsent_offset
+            while self.unsent and sent >= len(self.unsent[0][1]):
+                seq, line = self.unsent.pop(0)
+                sent -= len(line)
+                if seq is not None and seq in self.kept:
+                    self.kept[seq].append(True)       # handed over whole
+            self.unsent_offset = sent
+            if sent:
+                return
+
+    def _read_daemon(self):
+        try:
+            data = self.socket.recv(READ_BYTES * 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost_daemon()
+            return
+        if b"\n" not in data:
+            self.incoming.append(data)
+            return
+        if self.incoming:
+            self.incoming.append(data)
+            data, self.incoming = b"".join(self.incoming), []
+        start = 0
+        while True:
+            end = data.find(b"\n", start) + 1
+            if not end:
+                break
+            self._on_daemon_line(data[start:end] if start or end < len(data) else data)
+            start = end
+            if self.socket is None:
+                return
+        if start < len(data):
+            self.incoming = [data[start:]]
+        self.writer.flush()
+
+    def _on_daemon_line(self, line):
+        tag = line[:1]
+        if tag == b"a":
+            space = line.index(b" ")
+            self._forget(int(line[1:space]))
+            self.writer.put(line[space + 1:])
+        elif tag == b"m":
+            self.writer.put(line[2:])
+        elif tag == b"d":
+            self._forget(int(line[1:]))
+        elif tag == b"s":
+            self.session_state = line[2:].decode("ascii", "surrogateescape") if line.isascii() else line[2:].decode("utf-8")
+        elif tag == b"c":
+            self._on_control(line[2:].decode("utf-8", "replace").rstrip("\n"))
+        else:
+            self.problem = "what listens on the daemon's socket is not mcpx"
+            self._lost_daemon()
+
+    def _forget(self, number):
+        entry = self.kept.pop(number + self.first_seq - 1, None)
+        if entry is not None and entry[0] is not None:
+            self.kept_bytes -= len(entry[0])
+
+    def _forget_all(self):
+        self.kept.clear()
+        self.unsent, self.unsent_offset, self.kept_bytes = [], 0, 0
+
+    def _on_control(self, text):
+        word, _, rest = text.partition(" ")
+        if word == "welcome":
+            parts = rest.split()
+            self.keep_limit, self.drain_s, self.line_limit = int(parts[1]), float(parts[2]), int(parts[3])
+            self.state, self.was_up, self.deadline = "up", True, None
+            self.retry_delay = 0.02
+            self._release_starter()
+            self._send()
+        elif word == "bye":
+            # Lines that were not handed over yet are for the next daemon.
+            self.state = "leaving"
+        elif word == "fail":
+            self.problem = rest
+            self.state = "failed"
+
+    def _lost_daemon(self):
+        """The link has ended, read to its end: what is unanswered goes to the next daemon."""
+        asked_to_leave, failed = self.state == "leaving", self.state == "failed"
+        self.socket.close()
+        self.socket, self.deadline = None, None
+        self.incoming = []
+        self.hello = b""
+        for entry in self.kept.values():
+            if len(entry) > 2:           # it was handed over whole
+                entry[1] += 1
+                del entry[2]
+        self._requeue()
+        now = time.monotonic()
+        self.down_since, self.retry_at, self.retry_delay = now, now, 0.02
+        self.state = "down"
+        if failed:
+            self.retry_at = self.start_after = now + 2.0
+            self.state = "down" if self.was_up else "refused"
+        elif asked_to_leave and not self.kept:
+            self.state = "asleep"
+
+    def _requeue(self):
+        """Number the unanswered lines anew, in their order: the next link counts from 1."""
+        entries = [self.kept[seq] for seq in sorted(self.kept)]
+        self.first_seq = self.next_seq
+        self.kept, self.unsent, self.unsent_offset = {}, [], 0
+        if self.streaming:
+            # The rest of an over-long line cannot be told from a new one: skip to its end.
+            self.partial, self.partial_bytes, self.streaming = [b"\0"], 1, False
+        for entry in entries:
+            if entry[0] is None:
+                continue
+            self.kept[self.next_seq] = entry
+            self.unsent.append((self.next_seq, entry[0]))
+            self.next_seq += 1
+
+    # -- finding or starting a daemon ----------------------------------------------------
+
+    def _look_for_daemon(self):
+        now = time.monotonic()
+        if now < self.retry_at:
+            return None
+        self.retry_delay = min(self.retry_delay * 1.5, 1.0 if self.was_up else 0.1)
+        self.retry_at = now + self.retry_delay
+        if self._connect():
+            return None
+        if self.starter_lock is None and now >= self.start_after and not self._start():
+            return None                  # somebody else is starting one
+        if self.state == "down" and not self.was_up and now - self.down_since > START_WAIT_S:
+            return self._no_daemon(self.problem)
+        return None
+
+    def _connect(self):
+        import _socket
+        paths = [socket_path(self.config_file, self.env)]
+        for attempt in range(2):
+            for path in paths:
+                if not path or not self._safe(path):
+                    continue
+                connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+                try:
+                    connection.setblocking(False)
+                    connection.connect(path)
+                except OSError as error:
+                    self.problem = "%s: %s" % (path, error.strerror)
+                    connection.close()
+                    continue
+                self.socket = connection
+                self._greet()
+                return True
+            if attempt == 0:
+                # Another launcher of this user may have another runtime directory.
+                record = DaemonPaths(self.config_file, self.env)
+                paths = [record.recorded_socket()] if os.path.exists(record.record) else []
+        return False
+
+    def _safe(self, path):
+        """Never talk to a socket in a directory that somebody else owns."""
+        try:
+            info = os.lstat(os.path.dirname(path))
+        except OSError:
+            return False
+        return info.st_uid == os.getuid() and not info.st_mode & 0o022
+
+    def _greet(self):
+        self.state, self.deadline = "hello", time.monotonic() + HELLO_WAIT_S
+        hello = [("mcpx", LINK_VERSION), ("role", "serve"), ("version", __version__), ("names", self.names)]
+        hello += caller_facts(self.env).items()
+        hello.append(("resent", [entry[1] for entry in self.kept.values()]))
+        text = ",".join("%s:%s" % (to_json(name), to_json(value)) for name, value in hello)
+        if self.session_state is not None:
+            text += ',"state":' + self.session_state.strip()
+        self.hello = ("{%s}\n" % text).encode("utf-8", "surrogatepass")
+        self._send_hello()
+
+    def _send_hello(self):
+        """Only the hello before the welcome: an unknown listener must not see requests."""
+        try:
+            self.hello = self.hello[self.socket.send(self.hello):]
+        except BlockingIOError:
+            return                       # the rest when the socket polls writable
+        except OSError:
+            self.hello = b""             # noticed by reading
+
+    def _start(self):
+        """Start a daemon, unless another process is at it; returns whether we are."""
+        import fcntl
+        paths = DaemonPaths(self.config_file, self.env)
+        try:
+            os.makedirs(paths.state, 0o700, exist_ok=True)
+            fd = os.open(paths.starter, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self.problem = "the state directory %s cannot be used: %s" % (paths.state, error.strerror)
+            self.down_since = min(self.down_since, time.monotonic() - START_WAIT_S - 1)
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return False
+        self.starter_lock = fd
+        if self._connect():
+            return True
+        read_fd, write_fd = os.pipe()
+        try:
+            start_detached_daemon(self.config_file, write_fd, self.env)
+        except OSError as error:
+            self.problem = "a daemon cannot be started: %s" % error.strerror
+            os.close(read_fd)
+            self._release_starter()
+            return True
+        finally:
+            os.close(write_fd)
+        self.ready_fd, self.ready_text = read_fd, b""
+        self.state, self.deadline = "starting", time.monotonic() + START_WAIT_S
+        return True
+
+    def _read_ready(self):
+        data = os.read(self.ready_fd, 4096)
+        self.ready_text += data
+        if data and b"\n" not in self.ready_text:
+            return
+        os.close(self.ready_fd)
+        self.ready_fd, self.deadline = None, None
+        self.state, now = "down", time.monotonic()
+        self.retry_at = now
+        if not self.ready_text.startswith(b"ok"):
+            text = self.ready_text.decode("utf-8", "replace").strip()
+            self.problem = text[7:] if text.startswith("failed ") else (text or "the daemon ended at once")
+            self.start_after = now + 2.0
+            self._release_starter()
+            if self.was_up:
+                self.down_since = min(self.down_since, now - PATIENCE_S)
+            else:
+                self.down_since = now - START_WAIT_S - 1
+
+    def _release_starter(self):
+        if self.starter_lock is not None:
+            os.close(self.starter_lock)
+            self.starter_lock = None
+
+    def _no_daemon(self, problem):
+        """No daemon can be had: at first go on without one, later keep trying."""
+        self.problem = problem
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+        if self.ready_fd is not None:
+            os.close(self.ready_fd)
+            self.ready_fd = None
+        self._release_starter()
+        self.deadline = None
+        if not self.was_up:
+            return (None,)
+        self._requeue()
+        now = time.monotonic()
+        self.state, self.retry_at, self.start_after = "down", now + 0.5, now + 2.0
+        self._answer_with_errors()
+        return None
+
+    def _answer_with_errors(self):
+        """Quick errors instead of silence; the search for a daemon goes on."""
+        for seq in sorted(self.kept):
+            line, losses = self.kept[seq][:2]
+            for message in self._requests_in(line):
+                lost = losses and message.get("method") == "tools/call"
+                error = StreamLost("mcpx lost its daemon while this call was in flight") if lost else RpcError(
+                    INTERNAL_ERROR, "mcpx has no daemon at the moment (%s); try again" % self.problem)
+                self.writer.put(encode_json(error_message(message["id"], error)) + b"\n")
+        self._forget_all()
+        self.first_seq = self.next_seq
+        self.down_since = time.monotonic()
+        self.writer.flush()
+
+    def _requests_in(self, line):
+        try:
+            message = parse_json(line.strip()) if line else None
+        except RpcError:
+            return []
+        members = message if isinstance(message, list) else [message]
+        return [m for m in members if isinstance(m, dict) and "method" in m and is_valid_id(m.get("id"))]
+
+    def unanswered(self):
+        """Return the host's unanswered lines and its unfinished one, for who takes over."""
+        return b"".join([self.kept[seq][0] or b"" for seq in sorted(self.kept)] + self.partial)
+
+
+def to_json(value):
+    """Return JSON text of strings, numbers, lists and objects, without the json module."""
+    if isinstance(value, str):
+        from _json import encode_basestring_ascii
+        return encode_basestring_ascii(value)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{%s}" % ",".join("%s:%s" % (to_json(name), to_json(inner)) for name, inner in value.items())
+    return "[%s]" % ",".join(map(to_json, value))
+
+
+def caller_facts(env):
+    """Return what a shim or command tells the daemon about itself. Raises UsageError for a bad name."""
+    try:
+        cwd = os.getcwd()
+    except OSError:
+        cwd = ""
+    place = find_place(cwd, (env.get("HOME"), env.get("TMPDIR"))) if cwd else Place(
+        reason="the working directory does not exist any more")
+    facts = {"place": place.as_dict(), "env": dict(env)}
+    for name, variable in (("session", "MCPX_SESSION_ID"), ("parent", "MCPX_PARENT_SESSION_ID")):
+        if env.get(variable):
+            try:
+                facts[name] = check_session_name(env[variable], variable)
+            except RpcError as error:
+                raise UsageError(error.message)
+    return facts
+
+
+def boot_code():
+    """Return the Python code that the head of this file gives to the interpreter."""
+    return __doc__.split("'", 2)[1]
+
+
+def own_command(*arguments):
+    """Return the command line that runs this file from cached byte code."""
+    return [sys.executable, "-I", "-S", "-c", boot_code(), os.path.realpath(__file__)] + list(arguments)
+
+
+def start_detached_daemon(config_file, ready_fd, env):
+    """Start a daemon that no host can kill or wait for.
+
+    Forked twice, so that it is nobody's descendant (opencode signals every descendant of
+    what it launched), in its own session, without a descriptor of the caller but `ready_fd`,
+    on which it says "ok" or why not. Its environment is the base environment.
+    """
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+        return
+    try:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.chdir("/")
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        for name in os.listdir("/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"):
+            if int(name) > 2 and int(name) != ready_fd:
+                try:
+                    os.close(int(name))
+                except OSError:
+                    continue             # the descriptor of the listing itself
+        os.set_inheritable(ready_fd, True)
+        command = own_command("daemon", "--config", config_file, "--ready-fd", str(ready_fd))
+        os.execve(command[0], command, base_environment(env))
+    finally:
+        os._exit(127)
+
+
+def run_shim(names, config_file, env):
+    """Be the shim of a host. Returns the exit status."""
+    import _signal
+
+    def leave(_number, _frame):
+        os._exit(0)
+    for number in (_signal.SIGTERM, _signal.SIGINT, _signal.SIGHUP):
+        _signal.signal(number, leave)
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open("/dev/null", os.O_RDWR)
+    caller_facts(env)                    # a bad name is a usage error now, not later
+    shim = Shim(names, config_file, env)
+    status = shim.run()
+    if status is not None:
+        return status
+    if shim.state == "refused":
+        raise UsageError(shim.problem)
+    os.write(2, ("mcpx: %s; going on without a daemon, nothing is shared with other hosts\n"
+                 % shim.problem).encode("utf-8", "replace"))
+    return run_standalone(names, config_file, env, shim.unanswered())
+
+
+def run_standalone(names, config_file, env, first=b""):
+    """Serve one host without a daemon: the same core in this process. Returns the exit status."""
+    daemon = Daemon(config_file, env, Log(echo=True, level="warning"), standalone=True)
+    daemon.log.level = "warning"
+    unknown = [name for name in names if name not in daemon.config.servers]
+    if unknown:
+        raise UsageError(unknown_servers_text(unknown, daemon.config))
+    daemon.start()
+    link = StdioLink(daemon, HostWriter(1), 0)
+    hello = dict(caller_facts(env), role="serve")
+    host = daemon.make_host(link, names, hello)
+    if first:
+        link.feed(first)
+    daemon.loop.run()
+    host.close()
+    link.writer.flush()
+    return 0
+
+
+# ---------------------------------------------------------------------------
+# Demo: a small, well-behaved server
+#
+# A stateful MCP server over stdin and stdout, for `mcpx demo` and the tests. Uses the wire
+# and nothing else of this file. Calls overlap; a `sleep` does not hold up the others.
+# ---------------------------------------------------------------------------
+
+def _schema(**properties):
+    required = [name for name, kind in properties.items() if not kind.endswith("?")]
+    return {"type": "object", "properties": {name: {"type": kind.rstrip("?")} for name, kind in properties.items()},
+            "required": required}
+
+
+DEMO_TOOLS = {
+    "set": ("Set a variable of this process", _schema(value="string", name="string?"), {}),
+    "get": ("Get a variable of this process", _schema(name="string?"), {"readOnlyHint": True}),
+    "whoami": ("Tell which process this is", _schema(), {"readOnlyHint": True}),
+    "add": ("Add to a counter in this process", _schema(n="integer?"), {}),
+    "echo": ("Return the text", _schema(text="string"), {"readOnlyHint": True}),
+    "sleep": ("Answer after some seconds, with progress", _schema(seconds="number", every="number?", text="string?"), {}),
+    "fail": ("Return a tool error", _schema(message="string"), {}),
+    "error": ("Return a JSON-RPC error", _schema(code="integer", message="string"), {}),
+    "crash": ("End this process without an answer", _schema(status="integer?"), {}),
+    "log": ("Send a log message", _schema(level="string", text="string"), {}),
+    "big": ("Return that many bytes of text", _schema(bytes="integer"), {"readOnlyHint": True}),
+    "ask": ("Ask the user", _schema(message="string"), {}),
+    "sample": ("Ask the host's model", _schema(text="string"), {}),
+    "roots": ("Ask the host for its roots", _schema(), {}),
+    "add_tool": ("Add a tool to the list", _schema(name="string"), {}),
+    "touch": ("Say that a resource has changed", _schema(uri="string"), {}),
+}
+
+
+class DemoServer:
+    """One process of the demo server and the state it holds."""
+
+    def __init__(self, name, page):
+        self.name, self.page = name, page
+        self.variables, self.counter, self.calls = {}, 0, 0
+        self.started = time.time()
+        self.tools = {name: {"name": name, "description": text, "inputSchema": schema, "annotations": hints}
+                      for name, (text, schema, hints) in DEMO_TOOLS.items()}
+        self.level = "debug"
+        self.subscribed = set()
+        self.client = {}
+        self.timers = []                 # heap of (due, order, callback)
+        self.sleeping = {}               # request id -> True, until answered or cancelled
+        self.asked = {}                  # our question's id -> request id that waits for it
+        self.orders = 0
+
+    def run(self):
+        """Serve stdin until it ends."""
+        import select
+        lines = LineBuffer(1 << 30)
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        while True:
+            wait = max(0, self.timers[0][0] - time.monotonic()) * 1000 if self.timers else None
+            if poller.poll(wait):
+                data = os.read(0, READ_BYTES)
+                if not data:
+                    return
+                for line in lines.feed(data):
+                    if line.strip():
+                        self.take(parse_json(line))
+            while self.timers and self.timers[0][0] <= time.monotonic():
+                heapq.heappop(self.timers)[2]()
+
+    def send(self, message):
+        """Write one message."""
+        _write_all(1, encode_json(dict({"jsonrpc": "2.0"}, **message)) + b"\n")
+
+    def take(self, message):
+        """Take one message from the host."""
+        if "method" not in message:
+            self.on_answer(message)
+            return
+        method, params = message["method"], message.get("params") or {}
+        if "id" not in message:
+            if method == "notifications/cancelled":
+                self.sleeping.pop(params.get("requestId"), None)
+            return
+        handler = getattr(self, "on_" + method.replace("/", "_"), None)
+        if handler is None:
+            self.fail(message["id"], METHOD_NOT_FOUND, "Method not found: %s" % method)
+            return
+        result = handler(params, message["id"])
+        if result is not None:
+            self.send({"id": message["id"], "result": result})
+
+    def fail(self, request_id, code, text):
+        """Answer with a JSON-RPC error."""
+        self.send({"id": request_id, "error": {"code": code, "message": text}})
+
+    def later(self, seconds, callback):
+        """Call back after some seconds."""
+        self.orders += 1
+        heapq.heappush(self.timers, (time.monotonic() + seconds, self.orders, callback))
+
+    def on_initialize(self, params, _id):
+        self.client = params.get("capabilities", {})
+        wanted = params.get("protocolVersion")
+        return {"protocolVersion": negotiate(wanted), "serverInfo": {"name": self.name, "version": __version__},
+                "capabilities": {"tools": {"listChanged": True}, "prompts": {}, "completions": {}, "logging": {},
+                                 "resources": {"subscribe": True}},
+                "instructions": "A small stateful server: set and get variables of one process."}
+
+    def on_ping(self, _params, _id):
+        return {}
+
+    def paged(self, kind, items, params):
+        """Return one page of a list, all of it unless --page was given."""
+        start = int(params.get("cursor") or 0)
+        end = start + self.page if self.page else len(items)
+        result = {kind: items[start:end]}
+        return dict(result, nextCursor=str(end)) if end < len(items) else result
+
+    def on_tools_list(self, params, _id):
+        return self.paged("tools", list(self.tools.values()), params)
+
+    def on_prompts_list(self, params, _id):
+        return self.paged("prompts", [{"name": "greet", "description": "Greet somebody", "arguments": [
+            {"name": "name", "required": True}]}], params)
+
+    def on_prompts_get(self, params, request_id):
+        if params.get("name") != "greet":
+            return self.fail(request_id, INVALID_PARAMS, "unknown prompt")
+        name = (params.get("arguments") or {}).get("name", "you")
+        return {"messages": [{"role": "user", "content": {"type": "text", "text": "Hello, %s." % name}}]}
+
+    def on_completion_complete(self, params, _id):
+        value = params.get("argument", {}).get("value", "")
+        values = [name for name in ("ada", "alan", "barbara", "grace") if name.startswith(value)]
+        return {"completion": {"values": values, "total": len(values), "hasMore": False}}
+
+    def on_resources_list(self, params, _id):
+        uris = ["demo://state"] + ["demo://note/%d" % n for n in (1, 2, 3)]
+        return self.paged("resources", [{"uri": uri, "name": uri[7:], "mimeType": "text/plain"} for uri in uris], params)
+
+    def on_resources_templates_list(self, params, _id):
+        return self.paged("resourceTemplates", [{"uriTemplate": "demo://note/{name}", "name": "note"}], params)
+
+    def on_resources_read(self, params, request_id):
+        uri = params.get("uri", "")
+        if uri == "demo://state":
+            text = json.dumps({"pid": os.getpid(), "variables": self.variables, "counter": self.counter})
+        elif uri.startswith("demo://note/"):
+            text = "note %s" % uri[12:]
+        else:
+            return self.fail(request_id, RESOURCE_NOT_FOUND, "Resource not found")
+        return {"contents": [{"uri": uri, "mimeType": "text/plain", "text": text}]}
+
+    def on_resources_subscribe(self, params, _id):
+        self.subscribed.add(params.get("uri"))
+        return {}
+
+    def on_resources_unsubscribe(self, params, _id):
+        self.subscribed.discard(params.get("uri"))
+        return {}
+
+    def on_logging_setLevel(self, params, _id):
+        self.level = params.get("level", "debug")
+        return {}
+
+    def on_tools_call(self, params, request_id):
+        name, arguments = params.get("name"), params.get("arguments") or {}
+        method = getattr(self, "tool_%s" % name, None)
+        if name not in self.tools:
+            return self.fail(request_id, INVALID_PARAMS, "Unknown tool: %s" % name)
+        self.calls += 1
+        if method is None:
+            return text_result("added")
+        return method(arguments, request_id, (params.get("_meta") or {}).get("progressToken"))
+
+    def tool_set(self, arguments, _id, _token):
+        self.variables[arguments.get("name", "value")] = arguments.get("value", "")
+        return text_result("ok")
+
+    def tool_get(self, arguments, _id, _token):
+        return text_result(self.variables.get(arguments.get("name", "value"), ""))
+
+    def tool_whoami(self, _arguments, _id, _token):
+        facts = {"pid": os.getpid(), "instance": os.environ.get(INSTANCE_VARIABLE), "cwd": os.getcwd(),
+                 "calls": self.calls, "started": self.started, "argv": sys.argv[1:], "client": self.client,
+                 "session": os.environ.get("MCPX_SESSION_ID")}
+        return dict(text_result(json.dumps(facts)), structuredContent=facts)
+
+    def tool_add(self, arguments, _id, _token):
+        self.counter += arguments.get("n", 1)
+        return text_result(str(self.counter))
+
+    def tool_echo(self, arguments, _id, _token):
+        return text_result(arguments.get("text", ""))
+
+    def tool_sleep(self, arguments, request_id, token):
+        seconds, every = float(arguments.get("seconds", 0)), float(arguments.get("every", 0) or 0)
+        self.sleeping[request_id] = True
+
+        def done():
+            if self.sleeping.pop(request_id, None):
+                self.send({"id": request_id, "result": text_result(arguments.get("text", "slept %g" % seconds))})
+
+        def progress(count):
+            if self.sleeping.get(request_id):
+                self.send({"method": "notifications/progress", "params": {
+                    "progressToken": token, "progress": count, "message": "step %d" % count}})
+        if every and token is not None:
+            for count in range(1, int(seconds / every) + 1):
+                self.later(every * count * 0.999, lambda count=count: progress(count))
+        self.later(seconds, done)
+
+    def tool_fail(self, arguments, _id, _token):
+        return dict(text_result(arguments.get("message", "failed")), isError=True)
+
+    def tool_error(self, arguments, request_id, _token):
+        self.fail(request_id, arguments.get("code", INTERNAL_ERROR), arguments.get("message", "an error"))
+
+    def tool_crash(self, arguments, _id, _token):
+        os._exit(arguments.get("status", 1))
+
+    def tool_log(self, arguments, _id, _token):
+        level = arguments.get("level", "info")
+        if level in LOG_LEVELS and LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.level):
+            self.send({"method": "notifications/message", "params": {
+                "level": level, "logger": "demo", "data": arguments.get("text", "")}})
+        return text_result("logged")
+
+    def tool_big(self, arguments, _id, _token):
+        size = arguments.get("bytes", 0)
+        return text_result(("0123456789abcdef" * (size // 16 + 1))[:size])
+
+    def tool_ask(self, arguments, request_id, _token):
+        self.question(request_id, "elicitation/create", {
+            "message": arguments.get("message", "?"), "requestedSchema": {
+                "type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}})
+
+    def tool_sample(self, arguments, request_id, _token):
+        self.question(request_id, "sampling/createMessage", {"maxTokens": 100, "messages": [
+            {"role": "user", "content": {"type": "text", "text": arguments.get("text", "")}}]})
+
+    def tool_roots(self, _arguments, request_id, _token):
+        self.question(request_id, "roots/list", None)
+
+    def question(self, request_id, method, params):
+        """Ask the host; its answer becomes the call's result."""
+        self.orders += 1
+        question_id = "q%d" % self.orders
+        self.asked[question_id] = request_id
+        message = {"id": question_id, "method": method}
+        self.send(dict(message, params=params) if params is not None else message)
+
+    def on_answer(self, message):
+        request_id = self.asked.pop(message.get("id"), None)
+        if request_id is not None:
+            body = message.get("result", {"error": message.get("error")})
+            self.send({"id": request_id, "result": text_result(json.dumps(body))})
+
+    def tool_add_tool(self, arguments, _id, _token):
+        name = arguments.get("name", "extra")
+        self.tools[name] = {"name": name, "description": "added later", "inputSchema": _schema()}
+        self.send({"method": "notifications/tools/list_changed"})
+        return text_result("added %s" % name)
+
+    def tool_touch(self, arguments, _id, _token):
+        uri = arguments.get("uri")
+        if uri in self.subscribed:
+            self.send({"method": "notifications/resources/updated", "params": {"uri": uri}})
+        return text_result("touched")
+
+
+def text_result(text):
+    """Return a CallToolResult of one text block."""
+    return {"content": [{"type": "text", "text": text}]}
+
+
+# ---------------------------------------------------------------------------
+# Commands: what did the person ask; how is it shown
+#
+# The command line. Commands return data and a way to print it; one place turns it into text
+# or JSON, and one sets the exit status: 0 done, 1 failed, 2 a usage or configuration error.
+# ---------------------------------------------------------------------------
+
+# A command that has not heard from the daemon for this long says so.
+COMMAND_WAIT_S = 30.0
+# Longer, as children get their grace first.
+STOP_WAIT_S = 60.0
+
+
+class Failed(Exception):
+    """A command could not do what was asked; the text says why. Exit status 1."""
+
+
+class LinkClient:
+    """A command's connection to the daemon: blocking, for one thing at a time."""
+
+    def __init__(self, config_file, env, start=False):
+        self.config_file, self.env = config_file, env
+        self.socket = self._connect() or (self._start() if start else None)
+        self.lines = None
+
+    @property
+    def connected(self):
+        """Is there a daemon at the other end?"""
+        return self.socket is not None
+
+    def _connect(self):
+        paths = DaemonPaths(self.config_file, self.env)
+        for path in (paths.recorded_socket(), paths.socket):
+            if path:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    connection.connect(path)
+                    return connection
+                except OSError:
+                    connection.close()
+        return None
+
+    def _start(self):
+        load_config(self.config_file)    # its error is better than "did not start"
+        read_fd, write_fd = os.pipe()
+        os.makedirs(state_directory(self.env), 0o700, exist_ok=True)
+        try:
+            start_detached_daemon(self.config_file, write_fd, self.env)
+        finally:
+            os.close(write_fd)
+        with open(read_fd, "rb") as ready:
+            text = ready.readline().decode("utf-8", "replace").strip()
+        if not text.startswith("ok"):
+            raise Failed("the daemon did not start: %s" % (text[7:] if text.startswith("failed ") else text))
+        deadline = time.monotonic() + START_WAIT_S
+        while time.monotonic() < deadline:
+            connection = self._connect()
+            if connection is not None:
+                return connection
+            time.sleep(0.02)
+        raise Failed("the daemon did not open its socket; see `mcpx logs`")
+
+    def control(self, operation, args=None, wait=COMMAND_WAIT_S):
+        """Ask the daemon for one operation; returns its result. Raises Failed."""
+        hello = dict(caller_facts(self.env), mcpx=LINK_VERSION, role="control", version=__version__,
+                     op=operation, args=args or {})
+        self._send(hello)
+        message = json.loads(self._read_line(wait))
+        if "error" in message:
+            raise Failed(message["error"]["message"])
+        return message["result"]
+
+    def open_host(self, names, session=None, parent=None):
+        """Become a host of the named servers: greet, initialize."""
+        hello = dict(caller_facts(self.env), mcpx=LINK_VERSION, role="command", version=__version__, names=names)
+        if session:
+            hello["session"] = checked_name(session, "--session")
+        if parent:
+            hello["parent"] = checked_name(parent, "--parent-session")
+        self._send(hello)
+        line = self._read_line(COMMAND_WAIT_S)
+        if line.startswith(b"c fail "):
+            raise UsageError(line[7:].decode("utf-8", "replace").strip())
+        params = {"protocolVersion": LATEST_LEGACY, "capabilities": {},
+                  "clientInfo": {"name": "mcpx-command", "version": __version__}}
+        result = self.request("initialize", params, COMMAND_WAIT_S)
+        self._send(notification("notifications/initialized"))
+        return result
+
+    def request(self, method, params=None, wait=None):
+        """Send a request and return its result. Raises Failed with the server's message."""
+        message = {"jsonrpc": "2.0", "id": 1, "method": method}
+        self._send(dict(message, params=params) if params is not None else message)
+        while True:
+            line = self._read_line(wait)
+            if line[:1] == b"a":
+                answer = json.loads(line[line.index(b" "):])
+                if "error" in answer:
+                    raise Failed("%s (code %s)" % (answer["error"].get("message"), answer["error"].get("code")))
+                return answer["result"]
+
+    def _send(self, message):
+        self.socket.settimeout(COMMAND_WAIT_S)
+        try:
+            self.socket.sendall(encode_json(message) + b"\n")
+        except OSError as error:
+            raise Failed("the daemon has gone: %s" % error)
+
+    def _read_line(self, wait):
+        if self.lines is None:
+            self.lines = self.socket.makefile("rb")
+        self.socket.settimeout(wait)
+        try:
+            line = self.lines.readline()
+        except socket.timeout:
+            raise Failed("the daemon has not answered for %gs; see `mcpx logs`" % wait)
+        except OSError as error:
+            raise Failed("the daemon has gone: %s" % error)
+        if not line:
+            raise Failed("the daemon has hung up; see `mcpx logs`")
+        return line
+
+
+def checked_name(name, where):
+    """Return a session name from the command line. Raises UsageError."""
+    try:
+        return check_session_name(name, where)
+    except RpcError as error:
+        raise UsageError(error.message)
+
+
+class Output:
+    """What a command gives back: `data` for --json, `text` for people, and the exit status."""
+
+    def __init__(self, data, text, status=0):
+        self.data, self.text, self.status = data, text, status
+
+
+def table(rows, columns):
+    """Return rows (dicts) as text in columns: [(title, key or function)]."""
+    cells = [[title for title, _ in columns]]
+    for row in rows:
+        cells.append([printable(value(row) if callable(value) else row.get(value, "")) for _, value in columns])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+
+def age(seconds):
+    """Return a duration for people."""
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return "%d%s" % (seconds // size, unit)
+    return "%ds" % seconds
+
+
+def mebibytes(count):
+    """Return bytes for people."""
+    return "%.1fM" % (count / 1048576)
+
+
+def running_daemon(options, start=False):
+    """Return a connected LinkClient. Raises Failed when no daemon runs."""
+    client = LinkClient(options.config_file, os.environ, start)
+    if not client.connected:
+        raise Failed("no daemon runs for %s; the first `serve` or `call` starts one" % options.config_file)
+    return client
+
+
+def cmd_serve(options):
+    if not options.names:
+        raise UsageError(unknown_servers_text([], load_config(options.config_file)))
+    env = dict(os.environ)
+    if options.session:
+        env["MCPX_SESSION_ID"] = options.session
+    if options.standalone:
+        return run_standalone(options.names, options.config_file, env)
+    return run_shim(options.names, options.config_file, env)
+
+
+def cmd_daemon(options):
+    ready_fd = options.ready_fd
+    return run_daemon(options.config_file, dict(os.environ), ready_fd is not None, ready_fd)
+
+
+def cmd_status(options):
+    client = LinkClient(options.config_file, os.environ)
+    if not client.connected:
+        return Output({"daemon": None}, "no daemon runs for %s" % options.config_file, 1)
+    data = client.control("status")
+    return Output(data, status_text(data), 1 if data["daemon"]["configError"] else 0)
+
+
+def status_text(data):
+    """Return what `mcpx status` prints."""
+    daemon = data["daemon"]
+    parts = ["daemon %s, pid %d, up %s, %s, %s" % (daemon["version"], daemon["pid"], age(daemon["uptime"]),
+                                                   mebibytes(daemon["memory"]), daemon["config"])]
+    if daemon["configError"]:
+        parts.append("the changed configuration is not used: %s" % daemon["configError"])
+    parts.append("\nINSTANCES\n" + (table(data["instances"], [
+        ("SERVER", "server"), ("KEY", "key"), ("WHY", "why"), ("STATE", lambda r: r["state"] + (
+            " (silent)" if r["unresponsive"] else "")), ("PID", "pid"), ("MEM", lambda r: mebibytes(r["memory"])),
+        ("UP", lambda r: age(r["uptime"])), ("CALLS", "calls"), ("IN FLIGHT", "inFlight"), ("HOSTS", "hosts"),
+        ("ID", "id")]) if data["instances"] else "none runs; the first call of a server starts one"))
+    parts.append("\nHOSTS\n" + (table(data["hosts"], [
+        ("HOST", lambda r: r["client"] or "?"), ("PID", "pid"), ("SESSION", "session"), ("CWD", lambda r: r["cwd"] or "-"),
+        ("SERVERS", lambda r: ",".join(r["servers"])), ("REVISION", lambda r: r["revision"] or "-"),
+        ("IN FLIGHT", "inFlight")]) if data["hosts"] else "none is connected"))
+    troubled = [row for row in data["servers"] if row["lastError"]]
+    if troubled:
+        parts.append("\nTROUBLE\n" + table(troubled, [
+            ("SERVER", "name"), ("NEXT TRY", lambda r: "in %s" % age(r["nextTry"]) if r["nextTry"] else "at next call"),
+            ("LAST ERROR", "lastError")]))
+    if data["degradations"]:
+        parts.append("\nNARROWER THAN ASKED FOR\n" + table(data["degradations"], [
+            ("SERVER", "server"), ("SCOPE", "scope"), ("TIMES", "count"), ("REASON", "reason")]))
+    if data["questions"]:
+        parts.append("\nOPEN QUESTIONS\n" + table(data["questions"], [
+            ("SERVER", "server"), ("ASKS", "method"), ("HOST", lambda r: r["host"] or "nobody: %s" % r["why"])]))
+    return "\n".join(parts)
+
+
+def cmd_ls(options):
+    if not options.server:
+        config = load_config(options.config_file)
+        rows = [{"name": server.name, "scope": config.get("scope", server), "sharing": config.get("sharing", server),
+                 "disabled": server.disabled, "error": server.broken,
+                 "command": " ".join([server.command] + server.args)} for server in config.servers.values()]
+        text = table(rows, [("SERVER", "name"), ("SCOPE", "scope"), ("SHARING", "sharing"), ("COMMAND", lambda r: (
+            "disabled: " if r["disabled"] else "") + (r["error"] or masked(r["command"])))])
+        return Output({"servers": rows}, text if rows else "no server is configured in %s" % options.config_file)
+    client = running_daemon(options, start=True)
+    capabilities = client.open_host([options.server])["capabilities"]
+    data, parts = {"server": options.server}, []
+    for kind in LIST_KINDS:
+        if LIST_CAPABILITY[kind] not in capabilities:
+            continue
+        items, cursor = [], None
+        while True:
+            page = client.request(KIND_METHODS[kind], {"cursor": cursor} if cursor else {})
+            items += page[kind]
+            cursor = page.get("nextCursor")
+            if not cursor:
+                break
+        data[kind] = items
+        if items:
+            parts.append("%s\n%s" % (kind.upper(), table(items, [
+                ("  NAME", lambda r: "  %s" % r.get("name", "")), ("", lambda r: r.get("uri") or r.get("uriTemplate") or ""),
+                ("", lambda r: (r.get("description") or "").split("\n")[0][:80])])))
+    return Output(data, "\n".join(parts) or "the server lists nothing")
+
+
+def cmd_call(options):
+    config = load_config(options.config_file)
+    names = [name for name in config.servers if options.tool.startswith(name + ".")]
+    if not names:
+        raise UsageError("%s names no configured server: write SERVER.TOOL; configured are: %s"
+                         % (options.tool, ", ".join(sorted(config.servers)) or "none"))
+    server = max(names, key=len)
+    tool = options.tool[len(server) + 1:]
+    client = running_daemon(options, start=True)
+    client.open_host([server], options.session, options.parent_session)
+    arguments = call_arguments(options, client, tool)
+    result = client.request("tools/call", {"name": tool, "arguments": arguments}, options.timeout)
+    parts = []
+    for block in result.get("content") or ():
+        if block.get("type") == "text":
+            parts.append(block.get("text", ""))
+        else:
+            parts.append("[%s %s]" % (block.get("type"), block.get("mimeType") or block.get("uri") or ""))
+    if not parts and result.get("structuredContent") is not None:
+        parts.append(json.dumps(result["structuredContent"], indent=2))
+    return Output(result, "\n".join(parts), 1 if result.get("isError") else 0)
+
+
+def call_arguments(options, client, tool):
+    """Return the arguments of a call: --json-args, then key=value read by the tool's schema."""
+    arguments = {}
+    if options.json_args:
+        try:
+            arguments = json.loads(options.json_args)
+        except ValueError as error:
+            raise UsageError("--json-args is not JSON: %s" % error)
+        if not isinstance(arguments, dict):
+            raise UsageError("--json-args takes an object")
+    if not options.arguments:
+        return arguments
+    tools = client.request("tools/list", {})["tools"]
+    found = next((item for item in tools if item.get("name") == tool), {})
+    properties = (found.get("inputSchema") or {}).get("properties") or {}
+    for pair in options.arguments:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError("%s: write arguments as key=value, or use --json-args" % pair)
+        arguments[name] = typed_argument(value, properties.get(name))
+    return arguments
+
+
+def typed_argument(value, schema):
+    """Return a command-line value in the type that a property's schema asks for."""
+    kind = schema.get("type") if isinstance(schema, dict) else None
+    if kind == "string":
+        return value
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value
+    return parsed if kind is not None or not isinstance(parsed, str) else value
+
+
+def cmd_why(options):
+    env = dict(os.environ)
+    for variable, value in (("MCPX_SESSION_ID", options.session), ("MCPX_PARENT_SESSION_ID", options.parent_session)):
+        if value:
+            env[variable] = value
+    client = running_daemon(options, start=True)
+    client.env = env
+    data = client.control("why", {"server": options.server})
+    lines = ["scope %s of server %s" % (data["scope"], data["server"])]
+    lines += ["  because %s" % line for line in data["evidence"]]
+    lines.append("key %s%s" % (data["key"], " (narrower: %s)" % data["degraded"] if data["degraded"] else ""))
+    instance = data["instance"]
+    lines.append("instance %s, pid %d, %s" % (instance["id"], instance["pid"], instance["state"]) if instance
+                 else "no instance runs for it; the next call starts one")
+    lines.append("program %s" % (data["program"] or "not found in PATH"))
+    return Output(data, "\n".join(lines))
+
+
+def cmd_stop(options):
+    client = LinkClient(options.config_file, os.environ)
+    if not client.connected:
+        return Output({"stopped": None}, "no daemon runs for %s" % options.config_file, 0 if not options.name else 1)
+    data = client.control("stop", {"name": options.name}, STOP_WAIT_S)
+    if not options.name:
+        wait_for_end(DaemonPaths(options.config_file, os.environ))
+        text = "stopped the daemon (pid %d) and %d children" % (data["pid"], len(data["children"]))
+    else:
+        text = "stopped %d instances of %s" % (len(data["stopped"]), options.name)
+    if data["killed"]:
+        text += "; %s had to be killed" % ", ".join(map(str, data["killed"]))
+    return Output(data, text)
+
+
+def wait_for_end(paths):
+    """Wait until a daemon that has answered its stop holds its lock no longer."""
+    deadline = time.monotonic() + 5
+    with open(paths.lock, "a") as file:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.01)
+
+
+def cmd_restart(options):
+    data = running_daemon(options).control("restart", {"name": options.name}, STOP_WAIT_S)
+    return Output(data, "restarted %d instances of %s" % (len(data["restarted"]), options.name))
+
+
+def cmd_reload(options):
+    data = running_daemon(options).control("reload")
+    return Output(data, "reloaded %s: servers %s" % (data["reloaded"], ", ".join(data["servers"]) or "none"))
+
+
+def cmd_logs(options):
+    paths = DaemonPaths(options.config_file, os.environ)
+    path = paths.log
+    if options.server:
+        path = os.path.join(paths.state, "logs", safe_file_name(options.server) + ".log")
+    if not os.path.exists(path) and not options.follow:
+        raise Failed("there is no log %s yet" % path)
+    position = show_tail(path, options.lines)
+    while options.follow:
+        # A person watches: a quarter of a second is soon enough.
+        time.sleep(0.25)
+        position = show_more(path, position)
+    return None
+
+
+def show_tail(path, count):
+    """Print the last lines of a log and return its inode and size."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().split(b"\n")
+            show_lines(lines[-count - 1:-1])
+            return os.fstat(file.fileno()).st_ino, file.tell()
+    except FileNotFoundError:
+        return None, 0
+
+
+def show_more(path, position):
+    """Print what a log has got since `position`; returns the new position."""
+    inode, offset = position
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            if info.st_ino != inode or info.st_size < offset:
+                offset = 0               # rotated: a new file
+            file.seek(offset)
+            data = file.read()
+            whole = data.rfind(b"\n") + 1
+            show_lines(data[:whole].split(b"\n")[:-1])
+            return info.st_ino, offset + whole
+    except FileNotFoundError:
+        return position
+
+
+def show_lines(lines):
+    """Print log lines with whatever could steer a terminal made visible."""
+    for line in lines:
+        print(printable(line.decode("utf-8", "replace")))
+    sys.stdout.flush()
+
+
+def cmd_settings(options):
+    try:
+        config = load_config(options.config_file)
+    except ConfigError:
+        if os.path.exists(options.config_file):
+            raise
+        config = Config(options.config_file)
+    rows = settings_in_force(config)
+    for row in rows:
+        row["shown"] = show_setting(row)
+    text = table(rows, [("SETTING", "name"), ("VALUE", "shown"), ("LEVEL", lambda r: "server" if r["perServer"] else "daemon"),
+                        ("FROM", "from"), ("MEANING", "meaning")])
+    return Output({"settings": [{k: v for k, v in row.items() if k != "shown"} for row in rows]}, text)
+
+
+def show_setting(row):
+    """Return a setting's value as a person would write it."""
+    if row["from"] == "default":
+        return row["default"] if isinstance(row["default"], str) else json.dumps(row["default"])
+    return row["value"] if isinstance(row["value"], str) else json.dumps(row["value"])
+
+
+def cmd_config(options):
+    config = load_config(options.config_file)
+    problems = [server.broken for server in config.servers.values() if server.broken]
+    notes = list(config.notes)
+    for server in config.servers.values():
+        problem = warm_problem(config, server) if config.get("warm", server) and not server.broken else None
+        if problem:
+            notes.append("server %s asks for warm processes, but %s" % (server.name, problem))
+    if options.check:
+        text = "\n".join(["error: " + text for text in problems] + ["note: " + text for text in notes])
+        good = "%s is fine: %d servers" % (options.config_file, len(config.servers))
+        return Output({"config": options.config_file, "errors": problems, "notes": notes},
+                      text if problems else (text + "\n" + good).strip(), 2 if problems else 0)
+    with open(options.config_file, encoding="utf-8-sig") as file:
+        value = masked(parse_config_text(file.read(), options.config_file))
+    return Output(value, json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def cmd_doctor(options):
+    """Look at everything that commonly goes wrong; each finding says what to do."""
+    checks = []
+
+    def check(good, what, fix=""):
+        checks.append({"ok": bool(good), "what": what, "fix": "" if good else fix})
+    check(sys.version_info >= (3, 9), "Python %d.%d runs mcpx" % sys.version_info[:2], "use Python 3.9 or newer")
+    try:
+        config = load_config(options.config_file)
+        check(True, "the configuration %s can be read" % options.config_file)
+    except UsageError as error:
+        check(False, "the configuration cannot be used: %s" % error, "correct it, then run `mcpx doctor` again")
+        config = Config(options.config_file)
+    doctor_servers(config, check)
+    doctor_directories(options, check)
+    client = LinkClient(options.config_file, os.environ)
+    if client.connected:
+        daemon = client.control("status")["daemon"]
+        check(True, "a daemon runs, pid %d" % daemon["pid"])
+        check(daemon["version"] == __version__, "the daemon is of version %s, this file of %s"
+              % (daemon["version"], __version__), "run `mcpx stop`; the next request starts the new one")
+        check(not daemon["configError"], "the daemon uses the configuration as it is",
+              "it keeps the last good one: %s" % daemon["configError"])
+    else:
+        check(True, "no daemon runs; the first `serve` starts one")
+    text = "\n".join("%s %s%s" % ("ok   " if row["ok"] else "WRONG", row["what"],
+                                  "\n      -> " + row["fix"] if row["fix"] else "") for row in checks)
+    return Output({"checks": checks}, text, 0 if all(row["ok"] for row in checks) else 1)
+
+
+def doctor_servers(config, check):
+    """Is every server's command there, and its directory?"""
+    path = os.environ.get("PATH") or os.defpath
+    for server in config.servers.values():
+        if server.disabled:
+            continue
+        if server.broken:
+            check(False, "server %s: %s" % (server.name, server.broken), "correct its entry")
+            continue
+        try:
+            command = expand_variables(server.command, os.environ)
+            for text in server.args + list(server.env.values()):
+                expand_variables(text, os.environ)
+        except StartFailed as error:
+            check(False, "server %s: %s" % (server.name, error.message), "set the variable where your hosts start")
+            continue
+        if "/" in command:
+            command = os.path.normpath(os.path.join(server.directory, os.path.expanduser(command)))
+        found = shutil.which(command, path=path)
+        check(found, "server %s: command %s %s" % (server.name, command, "is %s" % found if found else "was not found"),
+              "install it, or write its whole path; PATH here is %s" % path)
+        if server.cwd and "{" not in server.cwd and "$" not in server.cwd:
+            cwd = os.path.normpath(os.path.join(server.directory, os.path.expanduser(server.cwd)))
+            check(os.path.isdir(cwd), "server %s: its directory %s" % (server.name, cwd), "create it or change cwd")
+            readable = not os.path.isdir(cwd) or os.access(cwd, os.R_OK | os.X_OK)
+            check(readable, "server %s: its directory can be read" % server.name,
+                  "grant access (on macOS: Privacy & Security, Files and Folders), or start the daemon in a terminal")
+
+
+def doctor_directories(options, check):
+    """Can state be kept, and does the socket's path work?"""
+    paths = DaemonPaths(options.config_file, os.environ)
+    try:
+        os.makedirs(paths.state, 0o700, exist_ok=True)
+        writable = os.access(paths.state, os.W_OK)
+    except OSError:
+        writable = False
+    check(writable, "the state directory %s can be written" % paths.state, "make it yours, or set XDG_STATE_HOME")
+    size = len(os.fsencode(paths.socket))
+    check(size <= MAX_SOCKET_PATH, "the socket's path %s has %d bytes" % (paths.socket, size),
+          "a unix socket's path has at most %d bytes; set XDG_RUNTIME_DIR to a shorter one" % MAX_SOCKET_PATH)
+
+
+def cmd_demo_server(options):
+    if options.start_delay:
+        time.sleep(options.start_delay)
+    DemoServer(options.name, options.page).run()
+    return 0
+
+
+# -- mcpx demo -------------------------------------------------------------------
+
+class DemoHost:
+    """A tiny host for `mcpx demo`: launches `mcpx serve` as an agent would."""
+
+    def __init__(self, directory, env, server, session=None):
+        environment = dict(env, **({"MCPX_SESSION_ID": session} if session else {}))
+        command = own_command("serve", "--config", env["MCPX_CONFIG"], server)
+        self.process = subprocess.Popen(command, cwd=directory, env=environment, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
+        self.last_id = 0
+        self.request("initialize", {"protocolVersion": LATEST_LEGACY, "capabilities": {},
+                                    "clientInfo": {"name": "demo-host", "version": __version__}})
+        self.send(notification("notifications/initialized"))
+
+    def send(self, message):
+        """Write one message to the shim."""
+        self.process.stdin.write(encode_json(message) + b"\n")
+        self.process.stdin.flush()
+
+    def request(self, method, params):
+        """Send a request and wait for its answer."""
+        self.last_id += 1
+        self.send({"jsonrpc": "2.0", "id": self.last_id, "method": method, "params": params})
+        for line in self.process.stdout:
+            message = json.loads(line)
+            if message.get("id") == self.last_id and "method" not in message:
+                if "error" in message:
+                    raise Failed(message["error"]["message"])
+                return message["result"]
+        raise Failed("the shim has ended")
+
+    def tool(self, tool, **arguments):
+        """Call a tool and return its result."""
+        return self.request("tools/call", {"name": tool, "arguments": arguments})
+
+    def close(self):
+        """End as a host does: close the shim's stdin."""
+        self.process.stdin.close()
+        self.process.wait(20)
+        self.process.stdout.close()
+
+
+def cmd_demo(_options):
+    """Several hosts, every scope, the built-in server: who reached which process, and saw what."""
+    root = tempfile.mkdtemp(prefix="mcpx-demo-")
+    try:
+        return run_demo(root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def run_demo(root):
+    """Play the demo in a directory of its own, with a daemon of its own."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MCPX_")}
+    runtime = os.path.join(root, "run")
+    os.mkdir(runtime, 0o700)
+    config = os.path.join(root, "config.json")
+    env.update(MCPX_CONFIG=config, XDG_STATE_HOME=os.path.join(root, "state"), XDG_RUNTIME_DIR=runtime)
+    entry = own_command("demo-server")
+    servers = {scope: {"command": entry[0], "args": entry[1:], "mcpx": {"scope": scope}} for scope in SCOPES}
+    servers["exclusive"] = {"command": entry[0], "args": entry[1:], "mcpx": {"scope": "global", "sharing": "exclusive"}}
+    with open(config, "w", encoding="utf-8") as file:
+        json.dump({"mcpServers": servers}, file)
+    project = make_demo_project(root)
+    cast = [("Editor", project, None, None), ("Agent", project, "alpha", None),
+            ("Helper", os.path.join(project, "src"), "beta", "alpha"),
+            ("Visitor", os.path.join(root, "feature"), "gamma", None)]
+    rows, started = [], time.monotonic()
+    try:
+        for scope in SCOPES:
+            rows.append(play_scope(scope, cast, env))
+        shown = table(rows, [("SCOPE", "scope")] + [(name, name) for name, *_ in cast]
+                      + [("PROCESSES", "processes")])
+    finally:
+        client = LinkClient(config, env)
+        if client.connected:
+            client.control("stop", {}, STOP_WAIT_S)
+            wait_for_end(DaemonPaths(config, env))
+    text = ("Four hosts call the same small server through mcpx over stdio, once under each scope. Each host keeps\n"
+            "its initial in the server's memory and then reads who is there: #n is the process that answered,\n"
+            "behind it whose initials this host saw there.\n\n"
+            "  Editor   in the repository, unnamed session\n"
+            "  Agent    in the repository, session alpha\n"
+            "  Helper   in its folder src, session beta, parent session alpha\n"
+            "  Visitor  in a second work tree of the repository, session gamma\n\n%s\n\n"
+            "%d scopes, %d calls, %.1f s, one daemon; every process is gone again."
+            % (shown, len(SCOPES), len(SCOPES) * len(cast) * 2, time.monotonic() - started))
+    return Output({"rows": rows}, text)
+
+
+def make_demo_project(root):
+    """Lay out a repository with a linked work tree, as git would, without running git."""
+    project, feature = os.path.join(root, "project"), os.path.join(root, "feature")
+    linked = os.path.join(project, ".git", "worktrees", "feature")
+    for path in (os.path.join(project, "src"), feature, linked, os.path.join(project, ".git", "objects"),
+                 os.path.join(project, ".git", "refs")):
+        os.makedirs(path, exist_ok=True)
+    for path, text in ((os.path.join(project, ".git", "HEAD"), "ref: refs/heads/main\n"),
+                       (os.path.join(linked, "HEAD"), "ref: refs/heads/feature\n"),
+                       (os.path.join(linked, "commondir"), "../..\n"),
+                       (os.path.join(linked, "gitdir"), os.path.join(feature, ".git") + "\n"),
+                       (os.path.join(feature, ".git"), "gitdir: %s\n" % linked)):
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return project
+
+
+def play_scope(scope, cast, env):
+    """Let every host write its name, then let every host read: one row of the demo's table."""
+    hosts, row, pids = [], {"scope": scope}, []
+    try:
+        for _, directory, session, parent in cast:
+            extra = {"MCPX_PARENT_SESSION_ID": parent} if parent else {}
+            hosts.append(DemoHost(directory, dict(env, **extra), scope, session))
+        for (name, *_), host in zip(cast, hosts):
+            host.tool("set", name=name[0], value=name)
+        for (name, *_), host in zip(cast, hosts):
+            state = json.loads(host.request("resources/read", {"uri": "demo://state"})["contents"][0]["text"])
+            if state["pid"] not in pids:
+                pids.append(state["pid"])
+            seen = "".join(other[0] for other, *_ in cast if other[0] in state["variables"]) or "-"
+            row[name] = "#%d %s" % (pids.index(state["pid"]) + 1, seen)
+        row["processes"] = len(pids)
+    finally:
+        for host in hosts:
+            host.close()
+    return row
+
+
+# -- the parser ---------------------------------------------------------------------
+
+class Command:
+    """One row: a command's function, its line of help, and its arguments for argparse."""
+
+    def __init__(self, function, text, *arguments, json_output=True, hidden=False):
+        self.function, self.text, self.arguments = function, text, arguments
+        self.json_output, self.hidden = json_output, hidden
+
+
+def argument(*names, **options):
+    """Return the parameters of one add_argument call."""
+    return names, options
+
+
+_SESSION = argument("--session", metavar="NAME", help="call as this session")
+_PARENT = argument("--parent-session", metavar="NAME", help="the session that this one belongs to")
+
+COMMANDS = {
+    "serve": Command(cmd_serve, "be the MCP server that a host launches", argument("names", nargs="*", metavar="SERVER"),
+                     argument("--standalone", action="store_true", help="without a daemon"), _SESSION, json_output=False),
+    "daemon": Command(cmd_daemon, "be the daemon, in the foreground (for systemd, launchd)",
+                      argument("--ready-fd", type=int, help="say there whether the start worked"), json_output=False),
+    "status": Command(cmd_status, "what runs, for whom, and why"),
+    "ls": Command(cmd_ls, "list the servers, or what one offers", argument("server", nargs="?")),
+    "call": Command(cmd_call, "call a tool", argument("tool", metavar="SERVER.TOOL"),
+                    argument("arguments", nargs="*", metavar="key=value"), argument("--json-args", metavar="JSON"),
+                    argument("--timeout", type=float, metavar="SECONDS"), _SESSION, _PARENT),
+    "why": Command(cmd_why, "which instance this caller would reach, and why", argument("server"), _SESSION, _PARENT),
+    "stop": Command(cmd_stop, "end an instance, a server, or the daemon and all it runs",
+                    argument("name", nargs="?", metavar="SERVER|INSTANCE")),
+    "restart": Command(cmd_restart, "end and start anew", argument("name", metavar="SERVER|INSTANCE")),
+    "reload": Command(cmd_reload, "read the configuration again"),
+    "logs": Command(cmd_logs, "show the daemon's log, or a server's stderr", argument("server", nargs="?"),
+                    argument("-f", "--follow", action="store_true"),
+                    argument("-n", "--lines", type=int, default=50), json_output=False),
+    "settings": Command(cmd_settings, "every setting, its value and meaning"),
+    "config": Command(cmd_config, "show the configuration, secrets masked",
+                      argument("--check", action="store_true", help="only say what is wrong with it")),
+    "doctor": Command(cmd_doctor, "look for what commonly goes wrong"),
+    "demo": Command(cmd_demo, "show the scopes with a built-in server"),
+    "demo-server": Command(cmd_demo_server, "be the built-in server", argument("--name", default="demo"),
+                           argument("--start-delay", type=float, default=0.0),
+                           argument("--page", type=int, default=0), json_output=False, hidden=True),
+}
+
+
+def usage_text():
+    """Return the overview of all commands."""
+    lines = ["mcpx %s: one pool of MCP servers for every coding agent on this machine" % __version__, "",
+             "usage: mcpx.py COMMAND [--config FILE] …", ""]
+    lines += ["  %-10s %s" % (name, command.text) for name, command in COMMANDS.items() if not command.hidden]
+    return "\n".join(lines + ["", "mcpx.py COMMAND --help tells more of one."])
+
+
+def parse_command_line(arguments):
+    """Return (command, options). Builds the parser of the asked command only. Raises UsageError."""
+    config, rest = split_config_option(arguments)
+    if not rest or rest[0] in ("-h", "--help", "help"):
+        print(usage_text())
+        raise SystemExit(0 if rest else 2)
+    if rest[0] in ("-V", "--version"):
+        print("mcpx %s" % __version__)
+        raise SystemExit(0)
+    command = COMMANDS.get(rest[0])
+    if command is None:
+        raise UsageError("there is no command %s; mcpx.py --help lists them" % rest[0])
+    if rest[0] == "serve" and all(not part.startswith("-") for part in rest[1:]):
+        # The way hosts launch it: no need to load a parser for names.
+        return command, ServeOptions(rest[1:], config_path(config, os.environ))
+    parser = argparse.ArgumentParser(prog="mcpx.py " + rest[0], description=command.text)
+    for names, options in command.arguments:
+        parser.add_argument(*names, **options)
+    if command.json_output:
+        parser.add_argument("--json", action="store_true", help="print data for programs")
+    options = parser.parse_args(rest[1:])
+    options.config_file = config_path(config, os.environ)
+    return command, options
+
+
+class ServeOptions:
+    """The options of a plain `serve NAME …`."""
+
+    standalone, session, json = False, None, False
+
+    def __init__(self, names, config_file):
+        self.names, self.config_file = names, config_file
+
+
+def split_config_option(arguments):
+    """Return the value of --config and the other arguments; it may stand anywhere before `--`."""
+    config, rest, position = None, [], 0
+    while position < len(arguments):
+        part = arguments[position]
+        if part == "--":
+            rest += arguments[position:]
+            break
+        if part == "--config":
+            if position + 1 >= len(arguments):
+                raise UsageError("--config takes a file")
+            config, position = arguments[position + 1], position + 1
+        elif part.startswith("--config="):
+            config = part[len("--config="):]
+        else:
+            rest.append(part)
+        position += 1
+    return config, rest
+
+
+# Roles that live long: they run from cached byte code, however they were launched.
+LONG_LIVED = ("serve", "daemon", "demo-server")
+
+
+def run_from_byte_code(arguments):
+    """Exec into the cached form where this process compiled the file itself (`python3 mcpx.py`).
+
+    Compiling costs memory for as long as the process lives; a long-lived one gives it back.
+    """
+    role = next((part for part in arguments if not part.startswith("-")), None)
+    if "--config" in arguments and arguments.index("--config") == 0:
+        role = arguments[2] if len(arguments) > 2 else None
+    if __name__ == "__main__" and role in LONG_LIVED and sys.executable:
+        command = own_command(*arguments)
+        try:
+            os.execv(command[0], command)
+        except OSError:
+            return                       # slower to start and larger, otherwise the same
+
+
+def main(arguments=None):
+    """Run the command line; returns through SystemExit."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    run_from_byte_code(arguments)
+    options = None
+    try:
+        command, options = parse_command_line(arguments)
+        output = command.function(options)
+        status = show(output, options) if isinstance(output, Output) else output or 0
+    except UsageError as error:
+        status = complain(error, 2, options)
+    except Failed as error:
+        status = complain(error, 1, options)
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1
+    sys.exit(status)
+
+
+def show(output, options):
+    """Print what a command gave back, and return the exit status."""
+    if getattr(options, "json", False):
+        print(json.dumps(output.data, indent=2))
+    else:
+        print(output.text)
+    sys.stdout.flush()
+    return output.status
+
+
+def complain(error, status, options):
+    """Say on stderr what went wrong, and return the exit status."""
+    if getattr(options, "json", False):
+        print(json.dumps({"error": {"message": str(error)}}))
+    sys.stderr.write("mcpx: %s\n" % error)
+    return status
+
+
+if __name__ == "__main__":
+    main()
