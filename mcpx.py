@@ -422,24 +422,27 @@ def guess_id(head):
         return None
 
 
-_SPLICE_PATTERN = None
+_ID_PLACES = None
 
 
 def with_id(line, message, new_id):
     """Return `line` with the message's id replaced, byte for byte the same elsewhere.
 
     `message` is the parsed line. Numbers keep their spelling and large results are not
-    encoded again. Only where the id member can be told beyond doubt (the text `"id"`
-    occurs once, so no other member and no string can be meant) are bytes replaced.
+    encoded again. Bytes are replaced only where the id member can be told beyond doubt: the
+    text `"id"` occurs once, at the head of the object or at its very end (the last brace of
+    valid JSON closes the whole), and no key is spelled with an escape that could be it too.
     """
-    global _SPLICE_PATTERN
-    if line.count(b'"id"') == 1:
-        if _SPLICE_PATTERN is None:
-            _SPLICE_PATTERN = re.compile(rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*(?=[,}])')
-        match = _SPLICE_PATTERN.search(line)
+    global _ID_PLACES
+    if line.count(b'"id"') == 1 and b"\\u006" not in line:
+        if _ID_PLACES is None:
+            value = rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*'
+            version = rb'"jsonrpc"\s*:\s*"2\.0"\s*'
+            _ID_PLACES = (re.compile(rb'^\s*\{\s*(?:%s,\s*)?%s[,}]' % (version, value)).match,
+                          re.compile(rb',\s*%s(?:,\s*%s)?\}\s*$' % (value, version)).search)
+        in_head, at_end = _ID_PLACES
+        match = in_head(line) or at_end(line, max(0, len(line) - 1024))
         if match and match.group(1) == encode_json(message["id"]):
-            line = line[3:] if line[:3] == b"\xef\xbb\xbf" else line
-            match = _SPLICE_PATTERN.search(line)
             return b"".join((line[:match.start(1)], encode_json(new_id), line[match.end(1):]))
     return encode_json(dict(message, id=new_id))
 
