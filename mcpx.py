@@ -576,7 +576,8 @@ HOST_METHODS = {
     "tasks/update": (RM, RM)}
 UPSTREAM_METHODS = {
     "ping": (R24, R25), "roots/list": (R24, R25), "sampling/createMessage": (R24, R25),
-    "elicitation/create": (R18, R25)}
+    "elicitation/create": (R18, R25), "tasks/get": (R25, R25), "tasks/result": (R25, R25),
+    "tasks/cancel": (R25, R25)}
 UPSTREAM_NOTIFICATIONS = {
     "notifications/cancelled": (R24, RM), "notifications/progress": (R24, RM),
     "notifications/message": (R24, RM), "notifications/tools/list_changed": (R24, RM),
@@ -731,19 +732,20 @@ def spell_params(method, params, revision):
     return params if type_name is None else spell(type_name, params, RANK[revision])
 
 
-def spell_error(error, revision):
-    """Return an error object as a host of `revision` knows it.
+def spell_error(method, error, revision):
+    """Return the answer's members for an error, as a host of `revision` knows it.
 
-    MCP 2025-11-25, client/elicitation: -32042 asks for URLs; older hosts have no such
-    code, so they get the addresses as text. MCP 2026-07-28, server/resources: a missing
-    resource is -32602 there and -32002 before.
+    MCP 2025-11-25, client/elicitation: -32042 asks for URLs. Older hosts have no such code:
+    a tool call fails with the addresses as text, other requests with an ordinary error.
     """
-    if error.get("code") == -32042 and RANK[revision] < R25:
-        data = error.get("data") if isinstance(error.get("data"), dict) else {}
-        urls = [e.get("url") for e in data.get("elicitations") or () if isinstance(e, dict)]
-        text = " ".join([str(error.get("message", ""))] + [str(url) for url in urls if url])
-        return {"code": INTERNAL_ERROR, "message": text}
-    return error
+    if error.get("code") != -32042 or RANK[revision] >= R25:
+        return {"error": error}
+    data = error.get("data") if isinstance(error.get("data"), dict) else {}
+    urls = [e.get("url") for e in data.get("elicitations") or () if isinstance(e, dict)]
+    text = " ".join([str(error.get("message", ""))] + [str(url) for url in urls if url])
+    if method == "tools/call":
+        return {"result": {"content": [{"type": "text", "text": text}], "isError": True}}
+    return {"error": {"code": INTERNAL_ERROR, "message": text}}
 
 
 def refusal_of_question(method, params, revision):
@@ -822,12 +824,13 @@ def declared_capabilities(capabilities, revision, confined):
 
     Never more than the starting host declared. `roots` only where the instance is
     `confined` to one host or directory: servers replace what they allow by the roots of
-    whoever came first. Tasks in the direction upstream to host are not carried.
+    whoever came first. Not `tasks.list`: a host's list may show tasks of other servers.
     """
-    declared = spell("ClientCapabilities", capabilities, RANK[revision])
-    dropped = {"tasks"} if confined else {"tasks", "roots"}
-    return {name: value for name, value in declared.items()
-            if name not in dropped and isinstance(value, dict)}
+    declared = {name: value for name, value in spell("ClientCapabilities", capabilities, RANK[revision]).items()
+                if isinstance(value, dict) and (confined or name != "roots")}
+    if "tasks" in declared:
+        declared["tasks"] = {name: value for name, value in declared["tasks"].items() if name != "list"}
+    return declared
 
 
 # ---------------------------------------------------------------------------
@@ -3024,6 +3027,7 @@ class Instance:
         self.first_noise = None
         self.stop_reason = None
         self.unresponsive = False
+        self.own_schema = None           # once it has said that its lists changed: see SchemaStore
         self.rechecks = {}               # change notification -> came again meanwhile
         self.check_due = False           # exclusive: its lists are fetched between two calls
         self.waits_for_check = False     # its lists are being fetched for the schema cache
@@ -4034,7 +4038,21 @@ class SchemaStore:
 
     def of_instance(self, instance):
         """Return the Schema that an instance's answers belong to."""
-        return self.get(instance.definition, instance.capabilities)
+        return instance.own_schema or self.get(instance.definition, instance.capabilities)
+
+    def detach(self, instance):
+        """Give an instance of one host a schema of its own, which is not kept on disk.
+
+        Lists that a server changes for one connection (tools after a login, files of a
+        session) say nothing of what the next start will list.
+        """
+        shared = self.of_instance(instance)
+        if instance.own_schema is None:
+            instance.own_schema = own = Schema(shared.key, None)
+            own.known, own.revision, own.capabilities = shared.known, shared.revision, shared.capabilities
+            own.info, own.instructions, own.lists = shared.info, shared.instructions, dict(shared.lists)
+            own.generation, own.verified_at = shared.generation, shared.verified_at
+        return instance.own_schema
 
     def _load(self, schema):
         try:
@@ -4057,6 +4075,8 @@ class SchemaStore:
 
     def save(self, schema):
         """Write a schema to disk; a failure costs the next start time, nothing else."""
+        if schema.path is None:
+            return
         try:
             write_private_file(schema.path, json.dumps(schema.as_dict()).encode("utf-8"))
         except OSError as error:
@@ -4324,7 +4344,7 @@ QUIESCE_S = 2.0
 OPEN_SAMPLING_S = 10.0
 
 QUESTION_CAPABILITY = {"elicitation/create": "elicitation", "sampling/createMessage": "sampling",
-                       "roots/list": "roots"}
+                       "roots/list": "roots", "tasks/get": "tasks", "tasks/result": "tasks", "tasks/cancel": "tasks"}
 
 
 class Question:
@@ -4349,6 +4369,8 @@ class Questions:
         self.by_id = {}                  # our id -> Question
         self.by_upstream = {}            # (instance id, upstream's id) -> Question
         self._unattributed = []          # questions of instances that are being quiesced
+        # Tasks that hosts made of questions: (instance id, our task id) -> (host, its task id).
+        self.host_tasks = collections.OrderedDict()
 
     def ask(self, instance, message):
         """Take a question from an upstream."""
@@ -4362,7 +4384,52 @@ class Questions:
         question = Question(self.new_id(), instance, message["id"], method, params)
         self.by_id[question.id] = question
         self.by_upstream[(instance.id, question.upstream_id)] = question
-        self._attribute(question)
+        if method.startswith("tasks/"):
+            self._about_task(question)
+        else:
+            self._attribute(question)
+
+    def _about_task(self, question):
+        """The upstream asks about a task that a host made of an earlier question."""
+        host, task_id = self.host_tasks.get((question.instance.id, question.params.get("taskId")), (None, None))
+        if host is None or host.closed:
+            self._refuse(question, RpcError(INVALID_PARAMS, "unknown task"))
+            return
+        question.params = dict(question.params, taskId=task_id)
+        self._hand_over(question, host)
+
+    def _note_task(self, question, result):
+        """Give the task that a host made of a question an id of ours toward the upstream."""
+        inner = result.get("task")
+        if isinstance(inner, dict) and isinstance(inner.get("taskId"), str):
+            our_id = "t%d" % self.new_id()
+            self.host_tasks[(question.instance.id, our_id)] = (question.host, inner["taskId"])
+            while len(self.host_tasks) > 10000:
+                self.host_tasks.popitem(last=False)
+            return dict(result, task=dict(inner, taskId=our_id))
+        return result
+
+    def _task_for_upstream(self, instance, host, value):
+        """Return a result or params with the host's task id, if any, as the upstream knows it."""
+        for (instance_id, our_id), (owner, task_id) in self.host_tasks.items():
+            if instance_id != instance.id or owner is not host:
+                continue
+            if value.get("taskId") == task_id:
+                value = dict(value, taskId=our_id)
+            meta = value.get("_meta")
+            related = meta.get(META_RELATED_TASK) if isinstance(meta, dict) else None
+            if isinstance(related, dict) and related.get("taskId") == task_id:
+                value = dict(value, _meta=dict(meta, **{META_RELATED_TASK: {"taskId": our_id}}))
+        return value
+
+    def on_host_task_status(self, host, params):
+        """A host tells how its task is doing: to the upstream that it belongs to."""
+        for (instance_id, _), (owner, task_id) in list(self.host_tasks.items()):
+            if owner is host and params.get("taskId") == task_id:
+                instance = host.core.pool.instances.get(instance_id)
+                if instance is not None and instance.state in ("idle", "busy"):
+                    instance.upstream.notify("notifications/tasks/status",
+                                             self._task_for_upstream(instance, host, params))
 
     def _attribute(self, question):
         hosts = asking_hosts(question.instance)
@@ -4416,6 +4483,9 @@ class Questions:
         if not covers(host.capabilities, question.method, question.params):
             self._leave_open(question, "the host whose call it is cannot be asked")
             return
+        self._hand_over(question, host)
+
+    def _hand_over(self, question, host):
         question.host = host
         host.questions[question.id] = question
         self._set_deadline(question, self.config.get("question.timeout", question.instance.definition.server))
@@ -4453,6 +4523,11 @@ class Questions:
 
     def answer(self, question, message):
         """A host (or a person) has answered."""
+        result = message.get("result")
+        if self.host_tasks or (isinstance(result, dict) and "task" in result):
+            if isinstance(result, dict):
+                result = self._task_for_upstream(question.instance, question.host, self._note_task(question, result))
+                message = {"result": result}
         self._settle(question, message)
 
     def _refuse(self, question, error):
@@ -4488,6 +4563,8 @@ class Questions:
 
     def on_gone(self, instance):
         """An instance has ended: nobody waits for its answers."""
+        for name in [name for name in self.host_tasks if name[0] == instance.id]:
+            del self.host_tasks[name]
         for question in [q for q in self.by_id.values() if q.instance is instance]:
             self._forget(question)
             if question.host is not None:
@@ -4686,7 +4763,8 @@ class LegacyHost:
             if not isinstance(error, dict) or not isinstance(error.get("code"), int):
                 error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
             self._note_elicitations(call, error)
-            self._send(call.seq, {"jsonrpc": "2.0", "id": call.host_id, "error": spell_error(error, self.revision or LATEST_LEGACY)})
+            body = spell_error(call.method, error, self.revision or LATEST_LEGACY)
+            self._send(call.seq, dict({"jsonrpc": "2.0", "id": call.host_id}, **body))
             return
         result = new = message["result"]
         if not isinstance(result, dict):
@@ -4884,7 +4962,7 @@ class LegacyHost:
                 call.identity = Identity("named", seen[1].session, True, seen[1].parent, call.identity.place,
                                          call.identity.pid, call.identity.started, call.identity.call)
             slot = self.slot_for(server, call.identity)
-            schema = self.core.schemas.get(slot.definition, self.declared(server))
+            schema = self.core.schema_for(self, server, slot.definition, slot)
             self._submit(call, slot, schema)
         self.with_identity(call, self.core.config.get("scope", server), identified)
 
@@ -5201,7 +5279,7 @@ def _subscribe(host, call):
             call.finish({"result": {}})
             return
         call.on_finish = finished
-        host._submit(call, slot, host.core.schemas.get(slot.definition, host.declared(server)))
+        host._submit(call, slot, host.core.schema_for(host, server, slot.definition, slot))
     host.with_identity(call, host.core.config.get("scope", server), identified)
 
 
@@ -5275,7 +5353,12 @@ def _on_roots_changed(host, _params):
             instance.upstream.notify("notifications/roots/list_changed")
 
 
+def _on_host_task_status(host, params):
+    host.core.questions.on_host_task_status(host, params)
+
+
 HOST_NOTIFICATIONS = {
+    "notifications/tasks/status": _on_host_task_status,
     "notifications/initialized": _on_initialized, "notifications/cancelled": _on_cancelled,
     "notifications/progress": _on_host_progress, "notifications/roots/list_changed": _on_roots_changed}
 
@@ -5290,6 +5373,7 @@ class Tasks:
     def __init__(self, core):
         self.core = core
         self.by_id = {}                  # our id -> Task
+        self._early = {}                 # instance id -> status params that came before their task
 
     def created(self, call, result):
         """A tools/call became a task: give it an id of ours."""
@@ -5305,6 +5389,9 @@ class Tasks:
         task.timer = self.core.loop.call_later(min(seconds, 86400.0) + 5, lambda: self._forget(task))
         task.last = dict(inner, taskId=task.id)
         result = dict(result, task=task.last)
+        for params in self._early.pop(instance.id, ()) if instance is not None else ():
+            # Behind the answer that tells the host of the task.
+            self.core.loop.soon(lambda params=params: self.on_status(instance, params))
         return self._with_meta(result, task)
 
     def _with_meta(self, result, task):
@@ -5330,7 +5417,7 @@ class Tasks:
         call.line = None
         call.task = task
         call.may_repeat = call.method != "tasks/cancel"
-        call.schema = self.core.schemas.get(task.slot.definition, host.declared(task.slot.server))
+        call.schema = self.core.schema_for(host, task.slot.server, task.slot.definition, task.slot)
         self.core.pool.submit(call, task.slot)
 
     def answered(self, call, result):
@@ -5368,7 +5455,13 @@ class Tasks:
         """notifications/tasks/status goes to the host whose task it is, and to nobody else."""
         task = self.find(instance, params.get("taskId"))
         if task is None:
-            self.core.pool.counters["droppedTaskStatus"] += 1
+            # Some servers tell of a task before they have answered the call that made it.
+            early = self._early.setdefault(instance.id, [])
+            if len(early) < 100 and any("task" in call.params for call in instance.upstream.in_flight.values()
+                                        if call.method == "tools/call"):
+                early.append(params)
+            else:
+                self.core.pool.counters["droppedTaskStatus"] += 1
             return
         params = dict(params, taskId=task.id)
         task.last = {name: value for name, value in params.items() if name != "_meta"}
@@ -5385,6 +5478,7 @@ class Tasks:
 
     def on_gone(self, instance):
         """An instance has ended, and its tasks with it."""
+        self._early.pop(instance.id, None)
         for task in [t for t in self.by_id.values() if t.slot is instance.slot]:
             del self.by_id[task.id]
             task.timer.cancel()
@@ -5839,9 +5933,9 @@ class Daemon:
 
         An instance declares what its starter can do; others who share it see its lists.
         """
-        instance = slot.instance if slot is not None else None
-        capabilities = instance.capabilities if instance is not None else host.declared(server)
-        return self.schemas.get(definition, capabilities)
+        if slot is not None and slot.instance is not None:
+            return self.schemas.of_instance(slot.instance)
+        return self.schemas.get(definition, host.declared(server))
 
     def use_schema(self, host, name, schema):
         """Let a host see a server through this schema from now on."""
@@ -6035,8 +6129,20 @@ class Daemon:
         self.questions.on_gone(instance)
         if instance.slot is not None:
             self.tasks.on_gone(instance)
+        if instance.own_schema is not None:
+            self._leave_own_schema(instance)
         self._maybe_stopped()
         self._maybe_idle_exit()
+
+    def _leave_own_schema(self, instance):
+        """Hosts that saw the lists of one instance see those of the definition again."""
+        own, instance.own_schema = instance.own_schema, None
+        shared = self.schemas.of_instance(instance)
+        for host in list(own.watchers):
+            self.use_schema(host, instance.definition.server.name, shared)
+            for kind in LIST_KINDS:
+                if own.lists[kind] != shared.lists[kind]:
+                    host.on_list_changed(KIND_CHANGED[kind])
 
     def on_notification(self, instance, message):
         """A server tells something: it goes where it belongs, or nowhere."""
@@ -6082,6 +6188,11 @@ class Daemon:
         if instance.state not in ("idle", "busy"):
             return
         again = instance.rechecks.pop(method, False)
+        # Before its first call a server is still setting itself up, the same way every time.
+        if instance.slot.scope in PRIVATE_SCOPES and instance.calls and self.schemas.of_instance(instance).known:
+            own = self.schemas.detach(instance)
+            for host in instance.slot.hosts:
+                self.use_schema(host, instance.slot.server.name, own)
         self.schemas.check(instance, CHANGED_KINDS[method], announce=True)
         if again:
             self._on_list_changed(instance, method)

@@ -84,6 +84,15 @@ def _is_standard(name):
     return "site-packages" not in origin
 
 
+def test_the_readme_has_the_settings_as_they_are():
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        text = file.read()
+    for row in mcpx.SETTINGS.values():
+        default = row.default if isinstance(row.default, str) else json.dumps(row.default)
+        assert "| `%s` | `%s` | %s | %s |\n" % (
+            row.name, default, "server" if row.per_server else "daemon", row.meaning) in text
+
+
 # ---------------------------------------------------------------------------
 # Wire
 # ---------------------------------------------------------------------------
