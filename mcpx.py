@@ -1,6 +1,16 @@
 #!/bin/sh
 """:"
-exec "${MCPX_PYTHON:-python3}" -I -S -c '
+exec "${MCPX_PYTHON:-python3}" -I -S -c 'import sys; exec(open(sys.argv[1], "rb").read(4096).split(b"<boot>")[2])' "$0" "$@"
+":"
+mcpx: one pool of MCP servers for every coding agent on this machine.
+
+Hosts (opencode, Claude Code, an editor, a script) launch `mcpx.py serve NAME` where
+they launched a server before. That process, the *shim*, relays lines to one *daemon*,
+which runs the real servers as children and decides for every request which running
+copy of a server answers it. The lines above make this file a shell script as well,
+and start it from cached byte code by means of these, which Python sees as a docstring:
+
+<boot>
 import os, sys
 path = os.path.realpath(sys.argv[1])
 sys.argv[:2] = [path]
@@ -30,15 +40,7 @@ spec = external.spec_from_file_location("mcpx", path, loader=loader)
 sys.modules["mcpx"] = module = frozen.module_from_spec(spec)
 loader.exec_module(module)
 module.main()
-' "$0" "$@"
-":"
-mcpx: one pool of MCP servers for every coding agent on this machine.
-
-Hosts (opencode, Claude Code, an editor, a script) launch `mcpx.py serve NAME` where
-they launched a server before. That process, the *shim*, relays lines to one *daemon*,
-which runs the real servers as children and decides for every request which running
-copy of a server answers it. The lines above make this file a shell script as well,
-so that it starts from cached byte code; Python sees them as part of this docstring.
+<boot>
 
 How one request travels:
 
@@ -1265,7 +1267,9 @@ def config_path(option, env):
     path = option or env.get("MCPX_CONFIG")
     if not path:
         path = os.path.join(xdg_directory("XDG_CONFIG_HOME", ".config", env), "mcpx", "config.json")
-    return os.path.realpath(os.path.expanduser(path))
+    # The last part may be a link that is swapped (stow, home-manager): it stays the same file.
+    directory, name = os.path.split(os.path.abspath(os.path.expanduser(path)))
+    return os.path.join(os.path.realpath(directory), name)
 
 
 def xdg_directory(variable, fallback, env):
@@ -2167,14 +2171,15 @@ class Stream:
     """A non-blocking byte stream in the loop, read in lines and written in whole messages.
 
     on_lines(lines)  called with the complete lines of one read
+    on_rest(bytes)   called with what came after the last line end, if the peer ended there
     on_close(reason) called once, after the last line, when either side has ended it
     Reading and writing ends may be the same descriptor. One read and one write of bounded
     size per turn, so that a busy stream cannot starve the others.
     """
 
-    def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close):
+    def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close, on_rest=None):
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
-        self.on_lines, self.on_close = on_lines, on_close
+        self.on_lines, self.on_close, self.on_rest = on_lines, on_close, on_rest
         self.lines = LineBuffer(limit)
         self.queued_bytes = 0
         self.received_at = time.monotonic()
@@ -2270,12 +2275,16 @@ class Stream:
             self.on_close(self._reason)
 
     def read_rest(self):
-        """Read what a dead peer has left in the descriptor, without waiting."""
+        """Read what a dead peer has left in the descriptor, without waiting, to the last byte.
+
+        Something else may hold the other end open, so there may be no end of stream.
+        """
         while self.read_fd is not None and not self._read_ended:
             before = self.received_at
             self._read()
             if self.received_at == before:
-                return
+                break
+        self._give_rest()
 
     def _join(self):
         """Put the queue's small pieces together, up to a bounded size, for one write."""
@@ -2338,10 +2347,13 @@ class Stream:
     def _ended(self, reason):
         if not self._read_ended:
             self._read_ended = True
-            rest = self.lines.rest()
-            if rest and reason == "end of stream":
-                self.on_lines([rest])
+            self._give_rest()
             self.close(reason)
+
+    def _give_rest(self):
+        rest = self.lines.rest()
+        if rest and not isinstance(rest, Oversize) and self.on_rest is not None:
+            self.on_rest(rest)
 
 
 # ---------------------------------------------------------------------------
@@ -2500,6 +2512,15 @@ class Upstream:
             if line and line != b"\xef\xbb\xbf":
                 self._on_line(line)
 
+    def on_rest(self, data):
+        """Take what came last, without a line end: a whole message, or half of one."""
+        try:
+            parse_json(data)
+        except RpcError:
+            self.owner.on_noise(data[:500].decode("utf-8", "replace"))
+            return
+        self.on_lines([data])
+
     def _on_line(self, line):
         try:
             message = parse_json(line)
@@ -2634,7 +2655,7 @@ class Child:
         self._timer = None
         self._swept = 0
 
-    def spawn(self, argv, env, cwd, limit, on_lines, on_stdout_end):
+    def spawn(self, argv, env, cwd, limit, on_lines, on_stdout_end, on_rest):
         """Start the process. Raises StartFailed that names the command, the directory or PATH."""
         program = self._find_program(argv[0], env, cwd)
         stdin_read, stdin_write = os.pipe()
@@ -2660,8 +2681,9 @@ class Child:
         self.start = process_start(self.pid)
         self.family = {self.pid: self.start}
         self.loop.on_exit(self.pid, self._exited)
-        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end)
-        self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None)
+        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest)
+        self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None,
+                             lambda rest: self._on_stderr([rest]))
 
     def _find_program(self, command, env, cwd):
         if cwd is not None and not os.path.isdir(cwd):
@@ -2740,10 +2762,6 @@ class Child:
         self.status = status
         for stream in (self.stdout, self.stderr):
             stream.read_rest()
-            # A descendant may hold the pipe open: there will be no end of stream.
-            rest = stream.lines.rest()
-            if rest:
-                stream.on_lines([rest])
         self._step("exit")
         self.on_exit(status)
 
@@ -3106,7 +3124,8 @@ class Slot:
     def at_rest(self):
         """Is nothing going on or open here?"""
         return not (self.queue or self.waiters or self.subscriptions or self.tasks
-                    or (self.instance and (self.instance.leases or self.instance.waits_for_check)))
+                    or (self.instance and (self.instance.leases or self.instance.waits_for_check
+                                           or self.instance.check_due)))
 
 
 class Backoff:
@@ -3309,9 +3328,8 @@ class Pool:
     def _send_waiting(self, slot, instance):
         exclusive = self.config.get("sharing", slot.server) == "exclusive"
         queue_limit = self.config.get("limits.childQueueBytes")
-        if exclusive and instance.check_due and not instance.upstream.in_flight:
-            instance.check_due = False
-            self.listener.on_ready(instance)
+        if exclusive and instance.answered and not instance.upstream.in_flight:
+            self._check(instance)
         while slot.queue and not slot.held and not (exclusive and instance.upstream.in_flight):
             call = slot.queue.pop()
             if instance.child.stdout.queued_bytes > queue_limit:
@@ -3567,7 +3585,8 @@ class Pool:
             child.on_gone = lambda: self._gone(instance)
             child.spawn(argv, env, cwd or os.path.expanduser("~"), limit,
                         lambda lines: instance.upstream.on_lines(lines),
-                        lambda reason: self._stdout_ended(instance))
+                        lambda reason: self._stdout_ended(instance),
+                        lambda rest: instance.upstream.on_rest(rest))
         except (StartFailed, OSError) as error:
             if port_holder is not None:
                 port_holder.close()
@@ -3622,11 +3641,17 @@ class Pool:
         for waiter in waiters:
             waiter(None)
         # The check of its lists comes behind the calls that wait for this start.
+        instance.check_due = True
         self.wake(slot)
-        if self.config.get("sharing", slot.server) == "exclusive" and instance.upstream.in_flight:
-            instance.check_due = True
-        elif instance.state in ("idle", "busy"):
+        exclusive = self.config.get("sharing", slot.server) == "exclusive"
+        if not (exclusive and instance.upstream.in_flight):
+            self._check(instance)
+
+    def _check(self, instance):
+        if instance.check_due and instance.state in ("idle", "busy"):
+            instance.check_due = False
             self.listener.on_ready(instance)
+            self._rested(instance.slot)
 
     def start_failed(self, instance, error):
         """A start came to nothing: tell those who wait, with everything that explains it."""
@@ -7332,7 +7357,7 @@ def caller_facts(env):
 
 
 def boot_code():
-    """Return the Python code that the head of this file gives to the interpreter."""
+    """Return the code that the head of this file gives to the interpreter with -c."""
     return __doc__.split("'", 2)[1]
 
 

@@ -685,7 +685,7 @@ def pair(loop, limit=10 ** 6):
     ours, other = socket.socketpair()
     lines, ends = [], []
     fd = ours.detach()
-    stream = mcpx.Stream(loop, fd, fd, limit, lines.extend, ends.append)
+    stream = mcpx.Stream(loop, fd, fd, limit, lines.extend, ends.append, lambda rest: lines.append(rest))
     return stream, lines, ends, other
 
 
