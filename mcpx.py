@@ -1961,6 +1961,7 @@ class Loop:
         self._old_handlers = {}
         self._old_wakeup = None
         self._threads_left = 32
+        self._thread_queue = collections.deque()      # runs that wait for a thread
         self._stopped = False
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -2044,13 +2045,9 @@ class Loop:
         """Run `work()` in a thread; `on_done(value, error)` is called from the loop.
 
         For what the system offers in blocking form only, such as a path on a dead network
-        mount. `work` must touch nothing of ours. After `timeout` seconds, or when too many
-        such threads hang already, the error is a TimeoutError and the result is dropped.
+        mount. `work` must touch nothing of ours. After `timeout` seconds the error is a
+        TimeoutError and the result is dropped; at most 32 run at a time, the others wait.
         """
-        if self._threads_left <= 0:
-            self.soon(lambda: on_done(None, TimeoutError("too many blocked threads")))
-            return
-        self._threads_left -= 1
         settled = []
 
         def settle(value, error):
@@ -2061,6 +2058,7 @@ class Loop:
 
         def returned(value, error):
             self._threads_left += 1
+            self._start_threads()
             settle(value, error)
 
         def run():
@@ -2072,9 +2070,15 @@ class Loop:
             try:
                 self._wake_write.send(b"\0")
             except OSError:
-                return
+                return                   # the loop has closed; nobody waits any more
         timer = self.call_later(timeout, lambda: settle(None, TimeoutError("no answer in %gs" % timeout)))
-        threading.Thread(target=run, daemon=True).start()
+        self._thread_queue.append(run)
+        self._start_threads()
+
+    def _start_threads(self):
+        while self._thread_queue and self._threads_left > 0:
+            self._threads_left -= 1
+            threading.Thread(target=self._thread_queue.popleft(), daemon=True).start()
 
     # -- the loop -------------------------------------------------------------
 
@@ -2374,7 +2378,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "schema", "task")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "schema", "task", "asks")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2388,6 +2392,7 @@ class Call:
         self.slot = self.instance = self.wire_id = self.sent_at = self.active_at = None
         self.last_progress = self.schema = self.task = None
         self.losses = 0                  # how often a daemon died with it
+        self.asks = False                # its tool has been seen to ask its host something
 
     def finish(self, message, line=None):
         """Settle the call; later calls of this are ignored."""
@@ -2477,8 +2482,7 @@ class Upstream:
     def cancel(self, call, reason):
         """Tell the server that an answer is not wanted any more.
 
-        The call stays in flight, marked, until the server answers all the same or it is
-        dropped: an exclusive instance must not start the next one beside it.
+        The call stays in flight, marked, until the server answers all the same or `drop`.
         MCP 2025-11-25, basic/utilities/cancellation: never for `initialize`.
         """
         call.cancelled = True
@@ -2961,6 +2965,8 @@ class Orphans:
 # Knows hosts only as opaque owners, and never words a result.
 # ---------------------------------------------------------------------------
 
+# After its stdout ended, a process mostly exits; its status makes the better message.
+EXIT_WAIT_S = 0.3
 # A server that ran this long is not failing to start, however it ended.
 LONG_UPTIME_S = 60.0
 
@@ -3100,6 +3106,7 @@ class Slot:
         self.generation = config_generation
         self.server = definition.server
         self.queue = FairQueue()
+        self.askers = FairQueue()        # calls of tools that ask, while another host is being asked
         self.waiters = []                # callbacks(error) of those who want it started only
         self.instance = None
         self.leaving = None              # the instance before this one, until it is gone
@@ -3111,7 +3118,6 @@ class Slot:
         self.named = False               # its session was named by a caller
         self.held = False                # no new calls while it is found out who was asked
         self.ended = None                # why no new call comes, once nothing may
-        self.restarts = 0
         self.last_error = None
         self.used_at = time.monotonic()
         self.idle_timer = self.capacity_timer = self.start_timer = None
@@ -3121,11 +3127,19 @@ class Slot:
         """(server, digest, key): unique among slots."""
         return self.server.name, self.definition.digest, self.key.text
 
+    def waiting(self):
+        """How many calls wait for the instance, or for their turn on it."""
+        return len(self.queue) + len(self.askers)
+
     def at_rest(self):
         """Is nothing going on or open here?"""
-        return not (self.queue or self.waiters or self.subscriptions or self.tasks
+        return not (self.queue or self.askers or self.waiters or self.subscriptions or self.tasks
                     or (self.instance and (self.instance.leases or self.instance.waits_for_check
                                            or self.instance.check_due)))
+
+
+COUNTERS = ("lateAnswers", "noiseLines", "degraded", "droppedLogs", "droppedProgress", "droppedNotifications",
+            "droppedTaskStatus", "unsolicitedAnswers")
 
 
 class Backoff:
@@ -3153,13 +3167,15 @@ class Pool:
         self.instances = {}              # instance id -> Instance, until its family is gone
         self.warm = {}                   # (server, digest) -> [Instance]
         self.backoffs = {}               # (server, digest) -> Backoff
-        self.counters = collections.Counter()
+        self.counters = collections.Counter(dict.fromkeys(COUNTERS, 0))
         self.lost_state = collections.OrderedDict()   # (server, key) -> (reason, sessions)
         self.waiting_for_capacity = []   # slots, oldest first
         self.generations = collections.Counter()      # server -> how often its entry changed
         self.cold_launches = {}          # package launcher key -> slot that starts first
         self.launched = set()            # launcher keys that have come up once
         self.logs = {}                   # server -> RotatedFile
+        self.deaths = collections.Counter()           # server -> instances that ended by themselves
+        self.last_errors = {}            # server -> how the last start or instance failed
         self.draining = None             # reason, once nothing may be started any more
         self._next_instance = 0
         self._looked_at = 0.0
@@ -3196,9 +3212,9 @@ class Pool:
     def submit(self, call, slot):
         """Have a call sent on the slot's instance: now, after a start, or after waiting."""
         limit = self.config.get("limits.waiting", slot.server)
-        if len(slot.queue) >= limit:
+        if slot.waiting() >= limit:
             call.fail(LimitReached("%d calls already wait for server %s; try later, or raise limits.waiting"
-                                   % (len(slot.queue), slot.server.name)))
+                                   % (slot.waiting(), slot.server.name)))
             return
         call.slot = slot
         if call.host is not None:
@@ -3223,9 +3239,13 @@ class Pool:
         slot, instance = call.slot, call.instance
         if instance is not None and call.wire_id in instance.upstream.in_flight:
             instance.upstream.cancel(call, reason)
-            grace = self.config.get("cancelGrace", slot.server)
-            self.loop.call_later(grace, lambda: instance.upstream.drop(call))
-        elif slot is not None and slot.queue.remove(call):
+            if self.config.get("sharing", slot.server) == "exclusive":
+                # The next call must not start while the server may still be at this one.
+                grace = self.config.get("cancelGrace", slot.server)
+                self.loop.call_later(grace, lambda: instance.upstream.drop(call))
+            else:
+                instance.upstream.drop(call)
+        elif slot is not None and (slot.queue.remove(call) or slot.askers.remove(call)):
             self._rested(slot)
 
     def give_back(self, instance, call):
@@ -3321,7 +3341,7 @@ class Pool:
         instance = slot.instance
         if instance is not None and instance.state in ("idle", "busy"):
             self._send_waiting(slot, instance)
-        elif instance is None and (slot.queue or slot.waiters):
+        elif instance is None and (slot.queue or slot.askers or slot.waiters):
             self._want_start(slot)
         self._rested(slot)
 
@@ -3330,8 +3350,15 @@ class Pool:
         queue_limit = self.config.get("limits.childQueueBytes")
         if exclusive and instance.answered and not instance.upstream.in_flight:
             self._check(instance)
+        if slot.askers and not slot.held and not (exclusive and instance.upstream.in_flight):
+            for call in reversed(slot.askers.drain()):
+                slot.queue.push(call, first=True)
         while slot.queue and not slot.held and not (exclusive and instance.upstream.in_flight):
             call = slot.queue.pop()
+            if call.asks and asked_elsewhere(instance, call):
+                # Two hosts' calls that both ask could not be told apart.
+                self._wait_for_turn(slot, instance, call)
+                continue
             if instance.child.stdout.queued_bytes > queue_limit:
                 call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
                                        % (slot.server.name, instance.child.stdout.queued_bytes)))
@@ -3347,6 +3374,19 @@ class Pool:
             if call.identity is not None and call.identity.session is not None:
                 instance.users.add(call.identity.session)
             instance.upstream.send(call)
+
+    def _wait_for_turn(self, slot, instance, call):
+        slot.askers.push(call)
+        timeout = self.config.get("queueTimeout", slot.server)
+
+        def give_up():
+            if slot.askers.remove(call):
+                others = ", ".join(sorted({"host %s" % other.host.id for other in instance.upstream.in_flight.values()
+                                           if other.asks and other.host is not None}))
+                call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
+                                       "raise queueTimeout" % (slot.server.name, others, call.params.get("name"))))
+                self._rested(slot)
+        self.loop.call_later(timeout, give_up)
 
     def _rested(self, slot):
         """If nothing goes on in a slot, end it, or have it end after its idle time."""
@@ -3692,7 +3732,7 @@ class Pool:
         waiters, slot.waiters = slot.waiters, []
         for waiter in waiters:
             waiter(error)
-        for call in slot.queue.drain():
+        for call in slot.queue.drain() + slot.askers.drain():
             call.fail(error)
         self._rested(slot)
 
@@ -3701,7 +3741,7 @@ class Pool:
         backoff.failures += 1
         pause = self.config.get("backoff.first") * 2 ** min(backoff.failures - 1, 20)
         backoff.next_at = time.monotonic() + min(pause, self.config.get("backoff.max"))
-        backoff.error = text
+        backoff.error = self.last_errors[definition.server.name] = text
         self.log.warning("server %s failed (%d in a row): %s", definition.server.name, backoff.failures, text)
 
     # -- ending --------------------------------------------------------------------
@@ -3710,10 +3750,13 @@ class Pool:
         """It can answer nothing any more, whether or not the process goes on."""
         if instance.child.status is None and instance.state in ("warm", "starting", "idle", "busy"):
             if instance.state == "starting":
-                # Mostly the process is about to exit; its status makes a better message.
-                self.loop.call_later(0.5, lambda: self.start_failed(
+                self.loop.call_later(EXIT_WAIT_S, lambda: self.start_failed(
                     instance, StartFailed("it closed its stdout before it was ready")))
                 return
+            self.loop.call_later(EXIT_WAIT_S, lambda: self._went_mute(instance))
+
+    def _went_mute(self, instance):
+        if instance.child.status is None and instance.state in ("warm", "idle", "busy"):
             self._settle_lost(instance, "closed its stdout")
             self.stop(instance, "it closed its stdout")
 
@@ -3727,6 +3770,8 @@ class Pool:
             self.log.warning("instance %s of %s ended by itself: %s", instance.id,
                              instance.definition.server.name, ended)
             instance.stop_reason = "the server ended: %s" % ended
+            self.deaths[instance.definition.server.name] += 1
+            self.last_errors[instance.definition.server.name] = "ended: %s" % ended
             if time.monotonic() - instance.started_at > LONG_UPTIME_S:
                 self.backoffs.pop((instance.definition.server.name, instance.definition.digest), None)
             elif instance.state != "warm" and not instance.answered:
@@ -3736,7 +3781,6 @@ class Pool:
         instance.step("exit")
         if slot is not None and slot.instance is instance:
             slot.instance, slot.leaving = None, instance
-            slot.restarts += 1
             slot.last_error = "ended: %s" % ended
             self._forget_timer(slot, "idle_timer")
         self._settle_lost(instance, "ended: %s" % ended)
@@ -3903,7 +3947,7 @@ class Pool:
 
     def busy(self):
         """Is any caller's request in flight or waiting?"""
-        return any(slot.queue or (slot.instance and slot.instance.leases) for slot in self.slots.values())
+        return any(slot.waiting() or (slot.instance and slot.instance.leases) for slot in self.slots.values())
 
     def stop_all(self, reason):
         """End every instance; `draining` keeps new ones from starting."""
@@ -3911,7 +3955,7 @@ class Pool:
         for slot in list(self.slots.values()):
             slot.subscriptions.clear()
             slot.tasks.clear()
-            if slot.queue or slot.waiters:
+            if slot.waiting() or slot.waiters:
                 self._fail_slot(slot, StreamLost("mcpx is ending: %s" % reason))
         for instance in list(self.instances.values()):
             self.stop(instance, reason)
@@ -3921,6 +3965,12 @@ class Pool:
         if timer is not None:
             timer.cancel()
             setattr(slot, name, None)
+
+
+def asked_elsewhere(instance, call):
+    """Is a call of another host, of a tool that asks, in flight on this instance?"""
+    return any(other.asks and other.host is not call.host and not other.cancelled
+               for other in instance.upstream.in_flight.values())
 
 
 def launcher_key(argv):
@@ -3976,6 +4026,7 @@ class Schema:
         self.watchers = set()
         self.waiters = []
         self.filling = False
+        self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self._encoded = {}               # (kind, revision, offset) -> result bytes
         self._tools = None               # name -> tool
 
@@ -3984,6 +4035,10 @@ class Schema:
         if self._tools is None:
             self._tools = {tool.get("name"): tool for tool in self.lists["tools"]}
         return self._tools.get(name)
+
+    def asks(self, name):
+        """Has a tool (or prompt) of that name been seen to ask its host something, lately?"""
+        return self.asking.get(name, 0) > time.time()
 
     def offers(self, kind):
         """Does the server declare the capability that this list belongs to?"""
@@ -4010,7 +4065,7 @@ class Schema:
     def as_dict(self):
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
-                "instructions": self.instructions, "lists": self.lists}
+                "instructions": self.instructions, "lists": self.lists, "asking": self.asking}
 
 
 def encode_page(kind, items, from_revision, revision, offset, size, generation):
@@ -4046,6 +4101,8 @@ class SchemaStore:
     CALL_SCOPE_CHECK_S = 60.0
     # An empty list may be a server that is still warming up: look again after these.
     SECOND_LOOKS_S = (1.0, 2.0, 4.0)
+    # A tool that has not asked for this long may have changed.
+    ASKING_KEPT_S = 30 * 86400.0
 
     def __init__(self, loop, log, directory, secret):
         self.loop, self.log, self.directory, self.secret = loop, log, directory, secret
@@ -4096,6 +4153,9 @@ class SchemaStore:
             return
         schema.revision, schema.capabilities = data["revision"], data["capabilities"]
         schema.info, schema.instructions, schema.lists = data["serverInfo"], data["instructions"], lists
+        asking = data.get("asking")
+        schema.asking = {name: until for name, until in asking.items() if isinstance(until, (int, float))} if (
+            isinstance(asking, dict)) else {}
         schema.known = True
 
     def save(self, schema):
@@ -4186,13 +4246,21 @@ class SchemaStore:
         self.settle(schema, None)
         for method in sorted({KIND_CHANGED[kind] for kind in changed}):
             for host in list(schema.watchers):
-                host.on_list_changed(method)
+                if was_known or host.answered_without:
+                    host.on_list_changed(method)
         if empty_again and alive and looks < len(self.SECOND_LOOKS_S):
             def again():
                 if instance.state in ("idle", "busy"):
                     self.check(instance, empty_again, False, looks + 1)
             self.loop.call_later(self.SECOND_LOOKS_S[looks], again)
         instance.pool.wake(instance.slot)
+
+    def note_asking(self, instance, name):
+        """A tool or prompt has asked: from now on calls of it by different hosts do not overlap."""
+        schema = self.of_instance(instance)
+        if isinstance(name, str) and not schema.asks(name):
+            schema.asking[name] = time.time() + self.ASKING_KEPT_S
+            self.save(schema)
 
     def settle(self, schema, error):
         """Tell those who wait for a schema that it is known, or why it cannot be."""
@@ -4389,8 +4457,9 @@ class Question:
 class Questions:
     """All questions that are not answered yet, by our id and by the upstream's."""
 
-    def __init__(self, loop, log, config, new_id):
+    def __init__(self, loop, log, config, new_id, note_asking):
         self.loop, self.log, self.config, self.new_id = loop, log, config, new_id
+        self.note_asking = note_asking   # (instance, name of the tool that was seen to ask)
         self.by_id = {}                  # our id -> Question
         self.by_upstream = {}            # (instance id, upstream's id) -> Question
         self._unattributed = []          # questions of instances that are being quiesced
@@ -4458,6 +4527,11 @@ class Questions:
 
     def _attribute(self, question):
         hosts = asking_hosts(question.instance)
+        names = {call.params.get("name") or call.params.get("uri")
+                 for call in question.instance.upstream.in_flight.values()
+                 if call.host is not None and not call.cancelled}
+        if len(names) == 1:
+            self.note_asking(question.instance, next(iter(names)))
         if len(hosts) == 1:
             self._to_host(question, next(iter(hosts)))
         elif len(hosts) > 1:
@@ -4661,6 +4735,7 @@ class LegacyHost:
         self.connected_wall = time.time()
         self._definitions = {}           # (server, key) -> (config generation, Definition)
         self._roots_waiters = []
+        self.answered_without = False    # a list or its handshake was answered before all was known
         self.schema_errors = {}          # server name -> why it has no schema
         self._told = {}                  # change notification -> has changed again since it was told
         self._cancelled_ids = set()      # while repeated lines are gone through
@@ -5000,6 +5075,7 @@ class LegacyHost:
         if call.losses and (not call.may_repeat or call.losses > 1):
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
+        call.asks = schema.asks(call.params.get("name") or call.params.get("uri"))
         params = self._params_for_upstream(call, schema)
         if params is not call.params or call.token is not None:
             call.line = None
@@ -5765,13 +5841,14 @@ class Daemon:
         self.pool = Pool(self.loop, log, self.config, self.incarnation, directories)
         self.pool.listener = self
         self.schemas = SchemaStore(self.loop, log, os.path.join(self.paths.state, "cache"), self.secret)
-        self.questions = Questions(self.loop, log, self.config, self.new_id)
+        self.questions = Questions(self.loop, log, self.config, self.new_id, self.schemas.note_asking)
         self.tasks = Tasks(self)
         self.links, self.hosts = set(), set()
         self.degraded = collections.Counter()         # (server, scope, reason) -> count
         self.stopping = None
         self.idle_exit = False
         self._places = {}                             # path -> (Place, monotonic time)
+        self._places_wanted = {}                      # path -> callbacks of a look-up under way
         self._elicitations = collections.OrderedDict()   # (slot name, id) -> host
         self._roots_asked = {}                        # our id -> (host, callback, timer)
         self._idle_timer = None
@@ -5995,8 +6072,11 @@ class Daemon:
                 errors.append(error)
             if not left:
                 finish()
+        def late():
+            host.answered_without = True
+            finish()
         wait = max(self.config.get("coldWait", self.config.servers.get(name)) for name in missing)
-        timer = self.loop.call_later(wait, finish)
+        timer = self.loop.call_later(wait, late)
         for name, schema in missing.items():
             self._fill(host, name, schema, lambda error, name=name: one(name, error))
 
@@ -6038,13 +6118,19 @@ class Daemon:
             on_place(known[0])
             return
 
+        if path in self._places_wanted:
+            self._places_wanted[path].append(on_place)
+            return
+        self._places_wanted[path] = [on_place]
+
         def done(place, error):
             if error is not None:
                 place = Place(reason="%s cannot be told: %s" % (printable(path), error))
             if len(self._places) > 1000:
                 self._places.clear()
             self._places[path] = (place, time.monotonic())
-            on_place(place)
+            for callback in self._places_wanted.pop(path):
+                callback(place)
         not_work = (self.env.get("HOME"), tempfile.gettempdir())
         self.loop.in_thread(lambda: find_place(path, not_work), done, 5.0)
 
@@ -6454,7 +6540,8 @@ class Control:
                 "unresponsive": instance.unresponsive, "pid": instance.pid, "memory": memory_bytes(instance.pid),
                 "uptime": round(now - instance.started_at, 3), "calls": instance.calls, "inFlight": instance.leases,
                 "oldestInFlight": round(now - oldest, 3) if oldest is not None else None,
-                "waiting": len(slot.queue), "hosts": len(slot.hosts), "restarts": slot.restarts,
+                "waiting": slot.waiting(), "hosts": len(slot.hosts),
+                "restarts": self.core.pool.deaths[slot.server.name],
                 "revision": instance.upstream.revision, "lastError": slot.last_error, "noise": instance.noise,
                 "subscriptions": len(slot.subscriptions), "tasks": len(slot.tasks)}
 
@@ -6471,11 +6558,11 @@ class Control:
         next_at = max((b.next_at for b in backoffs), default=0) - time.monotonic()
         return {"name": server.name, "scope": core.config.get("scope", server),
                 "sharing": core.config.get("sharing", server), "disabled": server.disabled,
-                "instances": sum(1 for slot in slots if slot.instance), "restarts": sum(s.restarts for s in slots),
-                "lastError": server.broken or next((b.error for b in backoffs), None)
-                or next((s.last_error for s in slots if s.last_error), None),
+                "instances": sum(1 for slot in slots if slot.instance),
+                "restarts": core.pool.deaths[server.name],
+                "lastError": server.broken or core.pool.last_errors.get(server.name),
                 "nextTry": round(next_at, 3) if next_at > 0 else None,
-                "waiting": sum(len(slot.queue) for slot in slots)}
+                "waiting": sum(slot.waiting() for slot in slots)}
 
     def _question(self, question):
         left = question.deadline_at - time.monotonic() if question.deadline_at else None
@@ -6487,7 +6574,7 @@ class Control:
         core, pool = self.core, self.core.pool
         upstreams = [i.upstream for i in pool.instances.values() if i.upstream is not None]
         return {"calls": sum(len(host.calls) for host in core.hosts),
-                "waiting": sum(len(slot.queue) for slot in pool.slots.values()),
+                "waiting": sum(slot.waiting() for slot in pool.slots.values()),
                 "leases": sum(i.leases for i in pool.instances.values()),
                 "questions": len(core.questions.by_id),
                 "tokens": sum(len(u.in_flight) for u in upstreams), "hosts": len(core.hosts),
@@ -6655,7 +6742,12 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
     ready("ok\n")
     sd_notify(env, "READY=1")
     daemon._maybe_idle_exit()
-    daemon.loop.run()
+    try:
+        daemon.loop.run()
+    except BaseException:
+        # Nobody reads the stderr of a detached process.
+        log.error("mcpx ends by a mistake of its own, please report it: %s", traceback.format_exc())
+        raise
     sd_notify(env, "STOPPING=1")
     os.close(lock)
     return 0
@@ -7011,6 +7103,8 @@ class Shim:
             self.partial = []
             self._send_if_up()
         self.drain_until = time.monotonic() + self.drain_s
+        if os.getppid() != self.parent:
+            self.writer.broken = True    # nobody is left to read an answer
         if self.state == "asleep":
             self._forget_all()
 
@@ -7925,7 +8019,7 @@ def status_text(data):
         ("HOST", lambda r: r["client"] or "?"), ("PID", "pid"), ("SESSION", "session"), ("CWD", lambda r: r["cwd"] or "-"),
         ("SERVERS", lambda r: ",".join(r["servers"])), ("REVISION", lambda r: r["revision"] or "-"),
         ("IN FLIGHT", "inFlight")]) if data["hosts"] else "none is connected"))
-    troubled = [row for row in data["servers"] if row["lastError"]]
+    troubled = [row for row in data["servers"] if row["lastError"] and not row["instances"]]
     if troubled:
         parts.append("\nTROUBLE\n" + table(troubled, [
             ("SERVER", "name"), ("NEXT TRY", lambda r: "in %s" % age(r["nextTry"]) if r["nextTry"] else "at next call"),
