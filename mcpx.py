@@ -7980,6 +7980,7 @@ def running_daemon(options, start=False):
 
 
 def cmd_serve(options):
+    """Be the shim of a host, until the host ends."""
     if not options.names:
         raise UsageError(unknown_servers_text([], load_config(options.config_file)))
     env = dict(os.environ)
@@ -7991,11 +7992,13 @@ def cmd_serve(options):
 
 
 def cmd_daemon(options):
+    """Be the daemon, until it is told to end."""
     ready_fd = options.ready_fd
     return run_daemon(options.config_file, dict(os.environ), ready_fd is not None, ready_fd)
 
 
 def cmd_status(options):
+    """Show what runs, for whom and why. Status 1 when no daemon runs or it refuses the changed configuration."""
     client = LinkClient(options.config_file, os.environ)
     if not client.connected:
         return Output({"daemon": None}, "no daemon runs for %s" % options.config_file, 1)
@@ -8034,6 +8037,7 @@ def status_text(data):
 
 
 def cmd_ls(options):
+    """List the configured servers, or what one of them offers."""
     if not options.server:
         config = load_config(options.config_file)
         rows = [{"name": server.name, "scope": config.get("scope", server), "sharing": config.get("sharing", server),
@@ -8064,6 +8068,7 @@ def cmd_ls(options):
 
 
 def cmd_call(options):
+    """Call a tool as a host would; status 1 when it fails."""
     config = load_config(options.config_file)
     names = [name for name in config.servers if options.tool.startswith(name + ".")]
     if not names:
@@ -8122,6 +8127,7 @@ def typed_argument(value, schema):
 
 
 def cmd_why(options):
+    """Tell for this caller: the evidence, the scope, the key, the instance it would reach."""
     env = dict(os.environ)
     for variable, value in (("MCPX_SESSION_ID", options.session), ("MCPX_PARENT_SESSION_ID", options.parent_session)):
         if value:
@@ -8140,6 +8146,7 @@ def cmd_why(options):
 
 
 def cmd_stop(options):
+    """End an instance, the instances of a server, or the daemon and all it runs; returns when they are gone."""
     client = LinkClient(options.config_file, os.environ)
     if not client.connected:
         return Output({"stopped": None}, "no daemon runs for %s" % options.config_file, 0 if not options.name else 1)
@@ -8167,16 +8174,19 @@ def wait_for_end(paths):
 
 
 def cmd_restart(options):
+    """End an instance or the instances of a server and start those again that hosts use."""
     data = running_daemon(options).control("restart", {"name": options.name}, STOP_WAIT_S)
     return Output(data, "restarted %d instances of %s" % (len(data["restarted"]), options.name))
 
 
 def cmd_reload(options):
+    """Have the daemon read its configuration again."""
     data = running_daemon(options).control("reload")
     return Output(data, "reloaded %s: servers %s" % (data["reloaded"], ", ".join(data["servers"]) or "none"))
 
 
 def cmd_logs(options):
+    """Show, and follow, the daemon's log or a server's stderr."""
     paths = DaemonPaths(options.config_file, os.environ)
     path = paths.log
     if options.server:
@@ -8227,6 +8237,7 @@ def show_lines(lines):
 
 
 def cmd_settings(options):
+    """Show every setting with its value, its default and where the value was said."""
     try:
         config = load_config(options.config_file)
     except ConfigError:
@@ -8249,6 +8260,7 @@ def show_setting(row):
 
 
 def cmd_config(options):
+    """Show the configuration with secrets masked, or only what is wrong with it."""
     config = load_config(options.config_file)
     problems = [server.broken for server in config.servers.values() if server.broken]
     notes = list(config.notes)
@@ -8340,6 +8352,7 @@ def doctor_directories(options, check):
 
 
 def cmd_demo_server(options):
+    """Be the built-in demo server on stdin and stdout."""
     if options.start_delay:
         time.sleep(options.start_delay)
     DemoServer(options.name, options.page).run()

@@ -1057,3 +1057,94 @@ def test_surface_a_damaged_cache_file_is_ignored(tmp_path, loop, damage):
         file.write(damage)
     assert not mcpx.SchemaStore(loop, mcpx.Log(), str(tmp_path), b"k" * 32).get(definition, {}).known
     assert not store.get(definition, {"roots": {}}).known, "other capabilities are another schema"
+
+
+# ---------------------------------------------------------------------------
+# Shim
+# ---------------------------------------------------------------------------
+
+def test_shim_json_without_the_json_module_is_json():
+    value = {"a": ["x\u00e9\ud800\n\"", 1, 2.5, None, True, {"b": []}], "c": {}, "": "\x00"}
+    assert json.loads(mcpx.to_json(value)) == value
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "file", "null"])
+def test_shim_writes_whole_and_in_order_to_any_descriptor_without_changing_its_flags(kind, tmp_path):
+    import socket
+    import threading
+    if kind == "pipe":
+        read_fd, write_fd = os.pipe()
+    elif kind == "socket":
+        ends = [end.detach() for end in socket.socketpair()]
+        read_fd, write_fd = ends
+    else:
+        path = str(tmp_path / "out") if kind == "file" else os.devnull
+        write_fd, read_fd = os.open(path, os.O_WRONLY | os.O_CREAT), None
+    writer, expected = mcpx.HostWriter(write_fd), b""
+    for number in range(300):
+        data = (b"%d" % number) * random.choice((1, 100, 20000)) + b"\n"
+        writer.put(data)
+        expected += data
+    received = []
+
+    def read():
+        data = os.read(read_fd, 50000)
+        while data:
+            received.append(data)
+            data = os.read(read_fd, 50000)
+    reader = threading.Thread(target=read)
+    if read_fd is not None:
+        if kind != "file":
+            assert not writer.flush(), "a full pipe must not block the writer"
+        reader.start()
+    deadline = time.monotonic() + 20
+    while not writer.flush():
+        assert time.monotonic() < deadline
+    assert os.get_blocking(write_fd) and writer.pending_bytes == 0
+    if writer._socket is not None:
+        writer._socket.close()
+    os.close(write_fd)
+    if read_fd is not None:
+        reader.join(20)
+        os.close(read_fd)
+        assert b"".join(received) == expected
+    elif kind == "file":
+        assert (tmp_path / "out").read_bytes() == expected
+
+
+def test_shim_loads_next_to_nothing(tmp_path):
+    """Sets do not flake, milliseconds do: which modules has a shim loaded when it has served a host?"""
+    config = tmp_path / "config.json"
+    command = mcpx.own_command("demo-server")
+    config.write_text(json.dumps({"mcpServers": {"demo": {"command": command[0], "args": command[1:]}}}))
+    (tmp_path / "run").mkdir(mode=0o700)
+    env = dict(os.environ, HOME=str(tmp_path), MCPX_CONFIG=str(config), XDG_STATE_HOME=str(tmp_path / "state"),
+               XDG_CACHE_HOME=str(tmp_path / "cache"), XDG_RUNTIME_DIR=str(tmp_path / "run"))
+    env.pop("MCPX_SESSION_ID", None)
+    hello = {"jsonrpc": "2.0", "id": 1, "method": "initialize",
+             "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}}
+    request = json.dumps(hello).encode() + b"\n"
+
+    def modules(*arguments, data=b""):
+        done = subprocess.run([sys.executable, "-X", "importtime", "-I", "-S", "-c"] + list(arguments), input=data,
+                              env=env, capture_output=True, timeout=60)
+        names = {line.rpartition("|")[2].strip() for line in done.stderr.decode().splitlines() if line.startswith("import time:")}
+        return names, done.stdout
+    try:
+        shim = mcpx.own_command("serve", "demo")[4:]
+        modules(*shim, data=request)     # starts the daemon and compiles
+        loaded, answer = modules(*shim, data=request)
+        assert json.loads(answer)["result"]["serverInfo"]["name"] == "demo"
+        bare, _ = modules("import os, time")
+        assert loaded - bare == {"__future__", "select", "_socket", "_json"}
+    finally:
+        subprocess.run(mcpx.own_command("stop"), env=env, capture_output=True, timeout=60)
+
+
+def test_shim_the_files_head_is_shell_and_python_and_names_its_licence():
+    with open(MCPX, encoding="utf-8") as file:
+        head = file.read(8192)
+    assert len(head[:4096].split("<boot>")) == 4 and "MIT" in head and os.access(MCPX, os.X_OK)
+    boot = head.split("<boot>")[2]
+    assert "'" not in boot and "\\" not in boot
+    compile(boot, "boot", "exec")
