@@ -1167,7 +1167,9 @@ SETTINGS = {row.name: row for row in (
     Setting("limits.waiting", "count", 2000, "calls that wait for one instance"),
     Setting("limits.hosts", "count", 1024, "connected hosts"),
     Setting("shim.drainTimeout", "duration", "10s",
-            "after its stdin ended, a shim waits this long for answers"),
+            "a script that closed stdin before it read an answer: a shim waits this long for them"),
+    Setting("shim.closeTimeout", "duration", "1.5s",
+            "a host that closes stdin in mid-call: a shim waits this long; hosts wait 2 s for it"),
     Setting("shim.keepBytes", "size", "64MiB",
             "unanswered requests a shim can repeat after the daemon died"),
     Setting("log.level", ("debug", "info", "warning", "error"), "info", "what the daemon's log tells"),
@@ -5974,9 +5976,9 @@ class Daemon:
             link.close("too many hosts")
             return
         host = self.make_host(link, names, hello)
-        link.control("welcome %s %d %g %d" % (
+        link.control("welcome %s %d %g %g %d" % (
             __version__, self.config.get("shim.keepBytes"), self.config.get("shim.drainTimeout"),
-            self.config.get("limits.lineBytes")))
+            self.config.get("shim.closeTimeout"), self.config.get("limits.lineBytes")))
         if resumed:
             host.take_state(hello["state"])
         losses = hello.get("resent")
@@ -6806,6 +6808,7 @@ def _is_listening(paths):
 # Used until the daemon has told its settings.
 SHIM_KEEP_BYTES = 64 << 20
 SHIM_DRAIN_S = 10.0
+SHIM_CLOSE_S = 1.5
 SHIM_LINE_BYTES = 128 << 20
 # A daemon that accepts and says nothing for this long is none.
 HELLO_WAIT_S = 5.0
@@ -6919,7 +6922,9 @@ class Shim:
         self.ready_text = b""
         self.deadline = None
         self.problem = "no daemon answers"
-        self.keep_limit, self.drain_s, self.line_limit = SHIM_KEEP_BYTES, SHIM_DRAIN_S, SHIM_LINE_BYTES
+        self.keep_limit, self.line_limit = SHIM_KEEP_BYTES, SHIM_LINE_BYTES
+        self.drain_s, self.close_s = SHIM_DRAIN_S, SHIM_CLOSE_S
+        self.has_answered = False        # the host has been given an answer
         self.parent = os.getppid()
 
     # -- the loop ---------------------------------------------------------------
@@ -7102,7 +7107,8 @@ class Shim:
             self._take_line(b"".join(self.partial) + b"\n")
             self.partial = []
             self._send_if_up()
-        self.drain_until = time.monotonic() + self.drain_s
+        # A live host has read answers before it closes; a script has written all it has to say.
+        self.drain_until = time.monotonic() + (self.close_s if self.has_answered else self.drain_s)
         if os.getppid() != self.parent:
             self.writer.broken = True    # nobody is left to read an answer
         if self.state == "asleep":
@@ -7173,6 +7179,7 @@ class Shim:
         if tag == b"a":
             space = line.index(b" ")
             self._forget(int(line[1:space]))
+            self.has_answered = True
             self.writer.put(line[space + 1:])
         elif tag == b"m":
             self.writer.put(line[2:])
@@ -7199,7 +7206,8 @@ class Shim:
         word, _, rest = text.partition(" ")
         if word == "welcome":
             parts = rest.split()
-            self.keep_limit, self.drain_s, self.line_limit = int(parts[1]), float(parts[2]), int(parts[3])
+            self.keep_limit, self.line_limit = int(parts[1]), int(parts[4])
+            self.drain_s, self.close_s = float(parts[2]), float(parts[3])
             self.state, self.was_up, self.deadline = "up", True, None
             self.retry_delay = 0.02
             self._release_starter()
