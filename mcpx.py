@@ -4735,7 +4735,7 @@ class LegacyHost:
         self.closed = False
         self.roots = None                # Place of its first root, once asked
         self.connected_wall = time.time()
-        self._definitions = {}           # (server, key) -> (config generation, Definition)
+        self._definitions = {}           # see slot_for -> (config generation, Definition)
         self._roots_waiters = []
         self.answered_without = False    # a list or its handshake was answered before all was known
         self.schema_errors = {}          # server name -> why it has no schema
@@ -5038,13 +5038,15 @@ class LegacyHost:
         if key.degraded:
             core.note_degraded(server.name, scope, key.degraded)
         generation = core.config_generation
-        cached = self._definitions.get((server.name, key.text))
+        # All that a definition takes from an identity: {session} and {cwd} may stand in its entry.
+        name = (server.name, key.text, identity.session, identity.place.cwd)
+        cached = self._definitions.get(name)
         if cached is None or cached[0] != generation:
             definition = Definition(core.config, server, identity, key, self.env, core.secret)
             if scope != "call":
                 if len(self._definitions) > 500:
                     self._definitions.clear()
-                self._definitions[(server.name, key.text)] = (generation, definition)
+                self._definitions[name] = (generation, definition)
         else:
             definition = cached[1]
         return core.pool.slot_for(definition, key, self.declared(server), identity)
