@@ -753,6 +753,8 @@ def spell_error(method, error, revision):
 def refusal_of_question(method, params, revision):
     """Return the RpcError for a question that `revision` cannot show at all, or None."""
     rank = RANK[revision]
+    if rank >= RM:
+        return None                      # questions travel inside results there, in the newest shapes
     if not has_method(UPSTREAM_METHODS, method, revision):
         return RpcError(METHOD_NOT_FOUND, "the host's revision %s has no %s" % (revision, method))
     if method == "elicitation/create" and rank < R25:
@@ -1166,6 +1168,14 @@ SETTINGS = {row.name: row for row in (
     Setting("limits.inFlight", "count", 2000, "requests of one host at a time"),
     Setting("limits.waiting", "count", 2000, "calls that wait for one instance"),
     Setting("limits.hosts", "count", 1024, "connected hosts"),
+    Setting("http.listen", "text", "", "address and port of the TCP door, such as 127.0.0.1:7337; closed when empty"),
+    Setting("http.auth", ("token", "none"), "token", "whether the TCP door wants the bearer token"),
+    Setting("http.allowedHosts", "names", [], "names besides localhost that Host and Origin may have"),
+    Setting("http.headBytes", "size", "64KiB", "longest head of an HTTP request"),
+    Setting("http.readTimeout", "duration", "30s", "an HTTP request must have arrived by then"),
+    Setting("http.idleTimeout", "duration", "5m", "an HTTP connection without a request is closed after this"),
+    Setting("http.sessionTimeout", "duration", "1h", "an HTTP session ends after this without use"),
+    Setting("http.connections", "count", 1024, "HTTP connections at a time"),
     Setting("shim.drainTimeout", "duration", "10s",
             "a script that closed stdin before it read an answer: a shim waits this long for them"),
     Setting("shim.closeTimeout", "duration", "1.5s",
@@ -2187,12 +2197,13 @@ class Stream:
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
         self.on_lines, self.on_close, self.on_rest = on_lines, on_close, on_rest
         self.lines = LineBuffer(limit)
+        self.on_data = None              # takes the bytes as they come, instead of lines
         self.queued_bytes = 0
         self.received_at = time.monotonic()
         self._queue = collections.deque()
         self._read_size = READ_BYTES
         self._dirty = self._wants_write = self._closed = self._read_ended = False
-        self._end_when_flushed = False
+        self._end_when_flushed = self._paused = False
         self._reason = None
         for fd in {read_fd, write_fd} - {None}:
             os.set_blocking(fd, False)
@@ -2307,7 +2318,7 @@ class Stream:
             return
         self._wants_write = wanted
         if self.write_fd == self.read_fd:
-            self.loop.change(self.write_fd, 3 if wanted else 1, self._on_ready)
+            self.loop.change(self.write_fd, (2 if wanted else 0) | (0 if self._paused else 1), self._on_ready)
         else:
             self.loop.change(self.write_fd, 2 if wanted else 0, self._on_writable)
 
@@ -2346,9 +2357,24 @@ class Stream:
         # A full buffer promises more: larger reads pay off only then (see READ_BYTES).
         self._read_size = READ_BYTES * 4 if len(data) == self._read_size else READ_BYTES
         self.received_at = time.monotonic()
+        self.feed(data)
+
+    def feed(self, data):
+        """Hand bytes on, as lines or as they are."""
+        if self.on_data is not None:
+            self.on_data(data)
+            return
         lines = self.lines.feed(data)
         if lines:
             self.on_lines(lines)
+
+    def pause(self, paused):
+        """Stop or go on reading: what comes faster than it is taken waits at its sender."""
+        if self.read_fd is None or self._closed or paused == self._paused:
+            return
+        self._paused = paused
+        events = (0 if paused else 1) | (2 if self._wants_write and self.write_fd == self.read_fd else 0)
+        self.loop.change(self.read_fd, events, self._on_ready)
 
     def _ended(self, reason):
         if not self._read_ended:
@@ -2420,7 +2446,7 @@ class Upstream:
         self.stream, self.owner, self.counters = stream, owner, counters
         self.in_flight = {}              # wire id -> Call, until answered or given up
         self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
-        self.revision = LATEST_LEGACY
+        self.era, self.revision = "legacy", LATEST_LEGACY
         self.info, self.capabilities, self.instructions = {}, {}, None
         self._last_id = 0
 
@@ -3636,6 +3662,7 @@ class Pool:
             raise error if isinstance(error, StartFailed) else StartFailed(str(error))
         instance.upstream = Upstream(child.stdout, instance, self.counters)
         self.instances[instance_id] = instance
+        self.listener.on_event("instance", {"id": instance_id, "server": server.name, "key": key_text, "state": "started"})
         self.log.info("server %s started for %s: instance %s, pid %d", server.name, key_text, instance_id, child.pid)
         return instance
 
@@ -3812,6 +3839,8 @@ class Pool:
 
     def _gone(self, instance):
         """Nothing of the instance is left: its key is free again."""
+        self.listener.on_event("instance", {"id": instance.id, "server": instance.definition.server.name,
+                                            "state": "gone", "reason": instance.stop_reason})
         self.instances.pop(instance.id, None)
         if instance.users:
             name = (instance.definition.server.name, instance.slot.key.text)
@@ -4445,13 +4474,13 @@ QUESTION_CAPABILITY = {"elicitation/create": "elicitation", "sampling/createMess
 class Question:
     """A request from an upstream on its way to a host, or waiting for somebody to answer it."""
 
-    __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "asked_wall", "deadline_at",
-                 "timer", "settled", "why_open")
+    __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "call", "asked_wall",
+                 "deadline_at", "timer", "settled", "why_open")
 
     def __init__(self, question_id, instance, upstream_id, method, params):
         self.id, self.instance, self.upstream_id = question_id, instance, upstream_id
         self.method, self.params = method, params
-        self.host = self.timer = self.deadline_at = self.why_open = None
+        self.host = self.call = self.timer = self.deadline_at = self.why_open = None
         self.asked_wall = time.time()
         self.settled = False
 
@@ -4581,7 +4610,8 @@ class Questions:
         if refusal is not None:
             self._refuse(question, refusal)
             return
-        if not covers(host.capabilities, question.method, question.params):
+        question.call = newest_call(question.instance, host)
+        if not host.can_answer(question):
             self._leave_open(question, "the host whose call it is cannot be asked")
             return
         self._hand_over(question, host)
@@ -4672,6 +4702,12 @@ class Questions:
                 question.host.withdraw_question(question, "the server has ended")
 
 
+def newest_call(instance, host):
+    """Return the request of a host that was sent last to an instance and is in flight, or None."""
+    calls = [call for call in instance.upstream.in_flight.values() if call.host is host and not call.cancelled]
+    return calls[-1] if calls else None
+
+
 def asking_hosts(instance):
     """Return the hosts that have a request in flight on an instance."""
     return {call.host for call in instance.upstream.in_flight.values()
@@ -4710,293 +4746,46 @@ TERMINAL_STATUSES = ("completed", "failed", "cancelled")
 DEFAULT_TASK_TTL_S = 3600.0
 
 
-class LegacyHost:
-    """One host of a revision with handshake: its handshake, its requests, its subscriptions.
+class Host:
+    """What hosts of every revision have in common: who asks, which instance, which answer.
 
-    `link` has answer(seq, data), message(data), settled(seq) and keep_state(state). `names`
-    are the servers of its endpoint; `identity` is the connection's own; `env` its
-    environment, for children that are started for it.
+    `link` carries lines: answer(seq, data), message(data, call), settled(seq), refuse(seq,
+    data, code) and keep_state(state). `names` are the servers of its endpoint; `identity`
+    is the connection's own; `env` its environment, for children that are started for it.
     """
 
-    def __init__(self, core, link, names, identity, env, client):
-        self.core, self.link, self.identity, self.env, self.client = core, link, identity, env, client
+    def __init__(self, core, link, names, identity, env, definitions=None):
+        self.core, self.link, self.identity, self.env = core, link, identity, env
         self.surface = Surface(names)
         self.id = "h%d" % core.new_id()
         self.revision = None
-        self.capabilities, self.info, self.init_params = {}, {}, None
-        self.initialized = False
+        self.capabilities, self.info = {}, {}
         self.level = None
         self.calls = {}                  # host id -> Call, until answered
         self.slots = set()               # slots that it has used and that still exist
         self.questions = {}              # our id -> Question that it was asked
         self.subscriptions = {}          # uri -> slot
-        self.used = {}                   # (server, key) -> session: for the shim to remember
         self.seen_uris = collections.OrderedDict()    # uri -> (server, identity of the named call)
         self.closed = False
         self.roots = None                # Place of its first root, once asked
         self.connected_wall = time.time()
-        self._definitions = {}           # see slot_for -> (config generation, Definition)
-        self._roots_waiters = []
+        # See slot_for -> (config generation, Definition); may be shared by hosts of one environment.
+        self._definitions = {} if definitions is None else definitions
         self.answered_without = False    # a list or its handshake was answered before all was known
         self.schema_errors = {}          # server name -> why it has no schema
-        self._told = {}                  # change notification -> has changed again since it was told
-        self._cancelled_ids = set()      # while repeated lines are gone through
-
-    # -- from the link ---------------------------------------------------------
-
-    def on_line(self, seq, line, losses=0):
-        """Take one line. `losses`: how often a daemon died with it."""
-        if isinstance(line, Oversize):
-            error = LimitReached("the message has more than %d bytes; raise limits.lineBytes"
-                                 % self.core.config.get("limits.lineBytes"))
-            self._reject(seq, guess_id(line.head), error)
-            return
-        line = line.strip(b"\r\n\t ")
-        if not line or line == b"\xef\xbb\xbf":
-            self.link.settled(seq)
-            return
-        try:
-            message = parse_json(line)
-        except RpcError as error:
-            self._reject(seq, guess_id(line[:OVERSIZE_HEAD_BYTES]), error)
-            return
-        if isinstance(message, list):
-            self._on_batch(seq, message, losses)
-        else:
-            self._on_message(seq, message, line, losses)
-
-    def resume(self, lines):
-        """Go through the lines that a shim repeats after its daemon died: (seq, line, losses)."""
-        for _, line, _ in lines:
-            try:
-                message = parse_json(line) if not isinstance(line, Oversize) else {}
-            except RpcError:
-                continue
-            if isinstance(message, dict) and message.get("method") == "notifications/cancelled":
-                params = message.get("params")
-                wanted = params.get("requestId") if isinstance(params, dict) else None
-                if is_valid_id(wanted):
-                    self._cancelled_ids.add(wanted)
-        for seq, line, losses in lines:
-            self.on_line(seq, line, losses)
-        self._cancelled_ids.clear()
-
-    def _on_batch(self, seq, members, losses):
-        # MCP 2025-03-26, basic/index: batches are received there, and in no other revision.
-        if self.revision != "2025-03-26" or not members:
-            text = "Invalid Request: an empty batch" if not members else (
-                "Invalid Request: batches exist in revision 2025-03-26 only")
-            self._reject(seq, None, RpcError(INVALID_REQUEST, text))
-            return
-        batch = Batch(seq, len(members))
-        for member in members:
-            self._on_message(batch, member, None, losses)
-
-    def _on_message(self, seq, message, line, losses):
-        try:
-            kind = message_kind(message)
-        except RpcError as error:
-            host_id = message.get("id") if isinstance(message, dict) else None
-            self._reject(seq, host_id if is_valid_id(host_id) else None, error)
-            return
-        if kind == "request":
-            self._on_request(seq, message, line, losses)
-            return
-        if kind == "notification":
-            self._on_notification(message)
-        else:
-            self._on_answer(message)
-        self._settled(seq)
-
-    def _on_request(self, seq, message, line, losses):
-        host_id, method = message["id"], message["method"]
-        if host_id in self.calls:
-            # The first one is not disturbed: MCP forbids using an id twice in a session.
-            self._send(seq, error_message(host_id, RpcError(
-                INVALID_REQUEST, "the id %s is in use by a request that is not answered yet" % json.dumps(host_id))))
-            return
-        if host_id in self._cancelled_ids:
-            self._settled(seq)
-            return
-        call = Call(method, message.get("params") or {}, self._finished, self, host_id, seq)
-        call.message, call.line = message, line
-        call.losses = losses
-        if len(self.calls) >= self.core.config.get("limits.inFlight"):
-            call.host = None
-            self._send(seq, error_message(host_id, LimitReached(
-                "%d requests of this host are in flight; wait for answers, or raise limits.inFlight"
-                % len(self.calls))))
-            return
-        self.calls[host_id] = call
-        try:
-            handler = self._handler(method)
-            handler(self, call)
-        except RpcError as error:
-            call.fail(error)
-
-    def _handler(self, method):
-        handler = HOST_HANDLERS.get(method)
-        if self.revision is None and method not in ("initialize", "ping"):
-            if method == "server/discover":
-                raise RpcError(METHOD_NOT_FOUND, "Method not found: server/discover")
-            raise RpcError(INVALID_PARAMS, "not initialized: send initialize first (%s are served)"
-                           % ", ".join(LEGACY_REVISIONS))
-        if handler is None or (self.revision and not has_method(HOST_METHODS, method, self.revision)):
-            raise RpcError(METHOD_NOT_FOUND, "Method not found: %s" % method)
-        return handler
-
-    def _reject(self, seq, host_id, error):
-        """Answer something that is no request. D-1: newest revision without id, older with null."""
-        message = error_message(host_id, error)
-        if host_id is None and self.revision == LATEST_LEGACY:
-            del message["id"]
-        self._send(seq, message)
-
-    # -- answers -----------------------------------------------------------------
-
-    def _finished(self, call, message, line):
-        """Every request ends here: spell the answer for this host and send it."""
-        if self.calls.get(call.host_id) is call:
-            del self.calls[call.host_id]
-        if self.closed:
-            return
-        if "result" not in message:
-            error = message.get("error")
-            if not isinstance(error, dict) or not isinstance(error.get("code"), int):
-                error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
-            self._note_elicitations(call, error)
-            body = spell_error(call.method, error, self.revision or LATEST_LEGACY)
-            self._send(call.seq, dict({"jsonrpc": "2.0", "id": call.host_id}, **body))
-            return
-        result = new = message["result"]
-        if not isinstance(result, dict):
-            self._send(call.seq, error_message(call.host_id, RpcError(
-                INTERNAL_ERROR, "the server's result is not an object")))
-            return
-        if call.slot is not None:
-            new = self._result_for_host(call, result)
-        if new is result and line is not None:
-            self._send_line(call.seq, with_id(line, message, call.host_id))
-        else:
-            try:
-                self._send(call.seq, result_message(call.host_id, new))
-            except RpcError as error:
-                self._send(call.seq, error_message(call.host_id, error))
-
-    def _result_for_host(self, call, result):
-        """Return an upstream's result as this host must see it; the same object if unchanged."""
-        schema = call.schema
-        if call.method == "tools/call":
-            if "task" in result and isinstance(result["task"], dict) and "content" not in result:
-                result = self.core.tasks.created(call, result)
-            elif call.identity.named:
-                self._note_uris(call, result)
-        elif call.method.startswith("tasks/"):
-            result = self.core.tasks.answered(call, result)
-        if self.revision != (schema.revision if schema is not None else None):
-            result = spell_result(call.method, result, self.revision)
-        reason = self.core.pool.lost_state_of(call.slot.server.name, call.slot.key.text, call.identity.session)
-        if reason is not None:
-            meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
-            result = dict(result, _meta=dict(meta, **{META_RESTARTED: {"reason": reason}}))
-        self._note_use(call)
-        return result
-
-    def _note_use(self, call):
-        """Have the shim remember which state this host relies on, across a dead daemon."""
-        name = (call.slot.server.name, call.slot.key.text)
-        if name not in self.used and not name[1].startswith("call:"):
-            if len(self.used) < 1000:
-                self.used[name] = call.identity.session
-                self.keep_state()
-
-    def _note_uris(self, call, result):
-        """Some hosts name the session on tools/call only: reads of what it showed go there too."""
-        for block in result.get("content") or ():
-            if isinstance(block, dict):
-                uri = block.get("uri") or (block["resource"].get("uri") if isinstance(block.get("resource"), dict) else None)
-                if isinstance(uri, str):
-                    self.seen_uris[uri] = (call.slot.server.name, call.identity)
-                    while len(self.seen_uris) > 1000:
-                        self.seen_uris.popitem(last=False)
-
-    def _note_elicitations(self, call, error):
-        if error.get("code") == -32042 and isinstance(error.get("data"), dict):
-            for elicitation in error["data"].get("elicitations") or ():
-                if isinstance(elicitation, dict) and call.slot is not None:
-                    self.core.note_elicitation(call.slot, elicitation.get("elicitationId"), self)
-
-    def _send(self, seq, message):
-        self._send_line(seq, encode_json(message))
-
-    def _send_line(self, seq, data):
-        if isinstance(seq, Batch):
-            seq.answers.append(data)
-            self._batch_step(seq)
-        elif not self.closed:
-            self.link.answer(seq, data)
-
-    def _settled(self, seq):
-        """A line needs no answer (any more)."""
-        if isinstance(seq, Batch):
-            self._batch_step(seq)
-        elif not self.closed:
-            self.link.settled(seq)
-
-    def _batch_step(self, batch):
-        batch.left -= 1
-        if batch.left or self.closed:
-            return
-        if batch.answers:
-            self.link.answer(batch.seq, b"[" + b",".join(batch.answers) + b"]")
-        else:
-            self.link.settled(batch.seq)
-
-    def tell(self, method, params=None):
-        """Send a notification."""
-        if not self.closed:
-            self.link.message(encode_json(notification(method, params)))
-
-    def keep_state(self):
-        """Have the shim keep what the next daemon must know of this host."""
-        if self.init_params is not None:
-            self.link.keep_state({
-                "initialize": self.init_params, "revision": self.revision, "initialized": self.initialized,
-                "level": self.level, "subscriptions": list(self.subscriptions),
-                "used": [[server, key, session] for (server, key), session in self.used.items()]})
-
-    def take_state(self, state):
-        """Take over what an earlier daemon had the shim keep."""
-        params = state.get("initialize")
-        if isinstance(params, dict) and state.get("revision") in LEGACY_REVISIONS:
-            self._take_initialize(params, state["revision"])
-            self.initialized = bool(state.get("initialized"))
-            self.level = state.get("level")
-            for server, key, session in state.get("used") or ():
-                self.used[(server, key)] = session
-                self.core.note_lost_use(server, key, session)
-            self.core.attach(self)
-            for uri in state.get("subscriptions") or ():
-                call = Call("resources/subscribe", {"uri": uri}, lambda *_: None, self)
-                try:
-                    _subscribe(self, call)
-                except RpcError as error:
-                    self.core.log.warning("a subscription was not resumed: %s", error.message)
-            self.keep_state()
 
     # -- who asks ------------------------------------------------------------------
 
     def with_identity(self, call, scope, on_identity):
         """Find out who a request is from, then `on_identity()`; `call.identity` is set then."""
-        meta = call.params.get("_meta")
-        meta = meta if isinstance(meta, dict) else {}
+        meta = self.link.named_by(call.seq, call.params.get("_meta"))
         named_cwd = meta.get(META_CWD)
 
         def with_place(place):
             keys = self.core.config.get("transport.sessionMetaKeys")
             call.identity = self.identity.with_meta(meta, keys, self.core.new_id(), place)
             needs_cwd = scope in ("cwd", "worktree", "repo") and call.identity.place.cwd is None
-            if needs_cwd and place is None and "roots" in self.capabilities and self.roots is None:
+            if needs_cwd and place is None and self.roots is None and self.can_tell_roots():
                 self._ask_roots(lambda: with_place(self.roots))
             else:
                 if needs_cwd and place is None and self.roots is not None and self.roots.cwd:
@@ -5014,19 +4803,6 @@ class LegacyHost:
                 step()
             except RpcError as error:
                 call.fail(error)
-
-    def _ask_roots(self, on_done):
-        """Ask the host for its roots; the first file:// one says where it works."""
-        self._roots_waiters.append(on_done)
-        if len(self._roots_waiters) > 1:
-            return
-
-        def answered(place):
-            self.roots = place
-            waiters, self._roots_waiters = self._roots_waiters, []
-            for waiter in waiters:
-                waiter()
-        self.core.ask_roots(self, answered)
 
     # -- what it asks for -------------------------------------------------------------
 
@@ -5102,7 +4878,7 @@ class LegacyHost:
     def on_progress(self, call, params):
         """Pass progress on under this host's own token."""
         params = spell_params("notifications/progress", dict(params, progressToken=call.token), self.revision)
-        self.tell("notifications/progress", params)
+        self.tell("notifications/progress", params, call)
 
     def cancel(self, call, reason):
         """Give up a request of this host; it gets no answer."""
@@ -5112,6 +4888,323 @@ class LegacyHost:
         else:
             call.cancelled = call.done = True
         self._settled(call.seq)
+
+    # -- what it is answered ------------------------------------------------------------
+
+    def _send(self, seq, message):
+        self._send_line(seq, encode_json(message))
+
+    def _send_line(self, seq, data):
+        if isinstance(seq, Batch):
+            seq.answers.append(data)
+            self._batch_step(seq)
+        elif not self.closed:
+            self.link.answer(seq, data)
+
+    def _settled(self, seq):
+        """A line needs no answer (any more)."""
+        if isinstance(seq, Batch):
+            self._batch_step(seq)
+        elif not self.closed:
+            self.link.settled(seq)
+
+    def _batch_step(self, batch):
+        batch.left -= 1
+        if batch.left or self.closed:
+            return
+        if batch.answers:
+            self.link.answer(batch.seq, b"[" + b",".join(batch.answers) + b"]")
+        else:
+            self.link.settled(batch.seq)
+
+    def _mark_restarted(self, call, result):
+        """State is not lost in silence: say once that another instance answers now, and why."""
+        reason = self.core.pool.lost_state_of(call.slot.server.name, call.slot.key.text, call.identity.session)
+        if reason is None:
+            return result
+        meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
+        return dict(result, _meta=dict(meta, **{META_RESTARTED: {"reason": reason}}))
+
+    def keep_state(self):
+        """Hosts that live as long as their connection have nothing to keep."""
+
+    def _note_uris(self, call, result):
+        """Some hosts name the session on tools/call only: reads of what it showed go there too."""
+        for block in result.get("content") or ():
+            if isinstance(block, dict):
+                uri = block.get("uri") or (block["resource"].get("uri") if isinstance(block.get("resource"), dict) else None)
+                if isinstance(uri, str):
+                    self.seen_uris[uri] = (call.slot.server.name, call.identity)
+                    while len(self.seen_uris) > 1000:
+                        self.seen_uris.popitem(last=False)
+
+    # -- its end -------------------------------------------------------------------------
+
+    def close(self):
+        """The host has gone: cancel its work, drop its subscriptions, end what was its alone."""
+        if self.closed:
+            return
+        self.closed = True
+        for call in list(self.calls.values()):
+            if call.slot is not None:
+                self.core.pool.cancel(call, "the host has gone")
+            call.done = True
+        self.calls.clear()
+        for question in list(self.questions.values()):
+            self.core.questions.give_up(question, "the host has gone")
+        for schema in self.surface.schemas.values():
+            schema.watchers.discard(self)
+        for slot in list(self.slots):
+            self.core.pool.leave(slot, self)
+        self.core.host_gone(self)
+
+
+class LegacyHost(Host):
+    """One host of a revision with handshake: its handshake, its requests, its subscriptions."""
+
+    def __init__(self, core, link, names, identity, env, definitions=None):
+        super().__init__(core, link, names, identity, env, definitions)
+        self.init_params = None
+        self.initialized = False
+        self.used = {}                   # (server, key) -> session: for the shim to remember
+        self.modern = {}                 # host id -> ModernRequest on the same pipe
+        self._roots_waiters = []
+        self._told = {}                  # change notification -> has changed again since it was told
+        self._cancelled_ids = set()      # while repeated lines are gone through
+
+    # -- from the link ---------------------------------------------------------
+
+    def on_line(self, seq, line, losses=0):
+        """Take one line. `losses`: how often a daemon died with it."""
+        if isinstance(line, Oversize):
+            error = LimitReached("the message has more than %d bytes; raise limits.lineBytes"
+                                 % self.core.config.get("limits.lineBytes"))
+            self._reject(seq, guess_id(line.head), error)
+            return
+        line = line.strip(b"\r\n\t ")
+        if not line or line == b"\xef\xbb\xbf":
+            self.link.settled(seq)
+            return
+        try:
+            message = parse_json(line)
+        except RpcError as error:
+            self._reject(seq, guess_id(line[:OVERSIZE_HEAD_BYTES]), error)
+            return
+        if isinstance(message, list):
+            self._on_batch(seq, message, losses)
+        else:
+            self._on_message(seq, message, line, losses)
+
+    def resume(self, lines):
+        """Go through the lines that a shim repeats after its daemon died: (seq, line, losses)."""
+        for _, line, _ in lines:
+            try:
+                message = parse_json(line) if not isinstance(line, Oversize) else {}
+            except RpcError:
+                continue
+            if isinstance(message, dict) and message.get("method") == "notifications/cancelled":
+                params = message.get("params")
+                wanted = params.get("requestId") if isinstance(params, dict) else None
+                if is_valid_id(wanted):
+                    self._cancelled_ids.add(wanted)
+        for seq, line, losses in lines:
+            self.on_line(seq, line, losses)
+        self._cancelled_ids.clear()
+
+    def _on_batch(self, seq, members, losses):
+        # MCP 2025-03-26, basic/index: batches are received there, and in no other revision.
+        if self.revision != "2025-03-26" or not members:
+            text = "Invalid Request: an empty batch" if not members else (
+                "Invalid Request: batches exist in revision 2025-03-26 only")
+            self._reject(seq, None, RpcError(INVALID_REQUEST, text))
+            return
+        batch = Batch(seq, len(members))
+        for member in members:
+            self._on_message(batch, member, None, losses)
+
+    def _on_message(self, seq, message, line, losses):
+        try:
+            kind = message_kind(message)
+        except RpcError as error:
+            host_id = message.get("id") if isinstance(message, dict) else None
+            self._reject(seq, host_id if is_valid_id(host_id) else None, error)
+            return
+        if kind == "request":
+            self._on_request(seq, message, line, losses)
+            return
+        if kind == "notification":
+            self._on_notification(message)
+        else:
+            self._on_answer(message)
+        self._settled(seq)
+
+    def _on_request(self, seq, message, line, losses):
+        host_id, method = message["id"], message["method"]
+        if host_id in self.calls or host_id in self.modern:
+            # The first one is not disturbed: MCP forbids using an id twice in a session.
+            self._send(seq, error_message(host_id, RpcError(
+                INVALID_REQUEST, "the id %s is in use by a request that is not answered yet" % json.dumps(host_id))))
+            return
+        if host_id in self._cancelled_ids:
+            self._settled(seq)
+            return
+        if is_modern(message):
+            self._on_modern(seq, message, line, losses)
+            return
+        call = Call(method, message.get("params") or {}, self._finished, self, host_id, seq)
+        call.message, call.line = message, line
+        call.losses = losses
+        if len(self.calls) >= self.core.config.get("limits.inFlight"):
+            call.host = None
+            self._send(seq, error_message(host_id, LimitReached(
+                "%d requests of this host are in flight; wait for answers, or raise limits.inFlight"
+                % len(self.calls))))
+            return
+        self.calls[host_id] = call
+        try:
+            handler = self._handler(method)
+            handler(self, call)
+        except RpcError as error:
+            call.fail(error)
+
+    def _on_modern(self, seq, message, line, losses):
+        """A request of 2026-07-28 on the same pipe: it stands alone (PROTOCOL 5.4)."""
+        request = ModernRequest(self.core, self.link, self.surface.names, self.identity, self.env, self._definitions)
+        self.modern[message["id"]] = request
+        request.on_over = lambda _request: self.modern.pop(message["id"], None)
+        request.take(seq, message, line, losses)
+
+    def _handler(self, method):
+        handler = HOST_HANDLERS.get(method)
+        if self.revision is None and method not in ("initialize", "ping"):
+            if method == "server/discover":
+                raise RpcError(METHOD_NOT_FOUND, "Method not found: server/discover")
+            raise RpcError(INVALID_PARAMS, "not initialized: send initialize first (%s are served), or name %s and %s "
+                           "in params._meta (%s)" % (", ".join(LEGACY_REVISIONS), META_VERSION, META_CAPABILITIES,
+                                                     ", ".join(MODERN_REVISIONS)))
+        if handler is None or (self.revision and not has_method(HOST_METHODS, method, self.revision)):
+            raise RpcError(METHOD_NOT_FOUND, "Method not found: %s" % method)
+        return handler
+
+    def _reject(self, seq, host_id, error):
+        """Answer something that is no request. D-1: newest revision without id, older with null."""
+        message = error_message(host_id, error)
+        if host_id is None and self.revision == LATEST_LEGACY:
+            del message["id"]
+        if isinstance(seq, Batch):
+            self._send(seq, message)
+        else:
+            self.link.refuse(seq, encode_json(message), error.code)
+
+    # -- answers -----------------------------------------------------------------
+
+    def _finished(self, call, message, line):
+        """Every request ends here: spell the answer for this host and send it."""
+        if self.calls.get(call.host_id) is call:
+            del self.calls[call.host_id]
+        if self.closed:
+            return
+        if "result" not in message:
+            error = message.get("error")
+            if not isinstance(error, dict) or not isinstance(error.get("code"), int):
+                error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
+            self._note_elicitations(call, error)
+            body = spell_error(call.method, error, self.revision or LATEST_LEGACY)
+            self._send(call.seq, dict({"jsonrpc": "2.0", "id": call.host_id}, **body))
+            return
+        result = new = message["result"]
+        if not isinstance(result, dict):
+            self._send(call.seq, error_message(call.host_id, RpcError(
+                INTERNAL_ERROR, "the server's result is not an object")))
+            return
+        if call.slot is not None:
+            new = self._result_for_host(call, result)
+        if new is result and line is not None:
+            self._send_line(call.seq, with_id(line, message, call.host_id))
+        else:
+            try:
+                self._send(call.seq, result_message(call.host_id, new))
+            except RpcError as error:
+                self._send(call.seq, error_message(call.host_id, error))
+
+    def _result_for_host(self, call, result):
+        """Return an upstream's result as this host must see it; the same object if unchanged."""
+        schema = call.schema
+        if call.method == "tools/call":
+            if "task" in result and isinstance(result["task"], dict) and "content" not in result:
+                result = self.core.tasks.created(call, result)
+            elif call.identity.named:
+                self._note_uris(call, result)
+        elif call.method.startswith("tasks/"):
+            result = self.core.tasks.answered(call, result)
+        if self.revision != (schema.revision if schema is not None else None):
+            result = spell_result(call.method, result, self.revision)
+        result = self._mark_restarted(call, result)
+        self._note_use(call)
+        return result
+
+    def _note_use(self, call):
+        """Have the shim remember which state this host relies on, across a dead daemon."""
+        name = (call.slot.server.name, call.slot.key.text)
+        if name not in self.used and not name[1].startswith("call:"):
+            if len(self.used) < 1000:
+                self.used[name] = call.identity.session
+                self.keep_state()
+
+    def _note_elicitations(self, call, error):
+        if error.get("code") == -32042 and isinstance(error.get("data"), dict):
+            for elicitation in error["data"].get("elicitations") or ():
+                if isinstance(elicitation, dict) and call.slot is not None:
+                    self.core.note_elicitation(call.slot, elicitation.get("elicitationId"), self)
+
+    def can_tell_roots(self):
+        """May it be asked where it works?"""
+        return "roots" in self.capabilities
+
+    def tell(self, method, params=None, call=None):
+        """Send a notification; `call` is the request that it belongs to, if it does."""
+        if not self.closed:
+            self.link.message(encode_json(notification(method, params)), call)
+
+    def keep_state(self):
+        """Have the shim keep what the next daemon must know of this host."""
+        if self.init_params is not None:
+            self.link.keep_state({
+                "initialize": self.init_params, "revision": self.revision, "initialized": self.initialized,
+                "level": self.level, "subscriptions": list(self.subscriptions),
+                "used": [[server, key, session] for (server, key), session in self.used.items()]})
+
+    def take_state(self, state):
+        """Take over what an earlier daemon had the shim keep."""
+        params = state.get("initialize")
+        if isinstance(params, dict) and state.get("revision") in LEGACY_REVISIONS:
+            self._take_initialize(params, state["revision"])
+            self.initialized = bool(state.get("initialized"))
+            self.level = state.get("level")
+            for server, key, session in state.get("used") or ():
+                self.used[(server, key)] = session
+                self.core.note_lost_use(server, key, session)
+            self.core.attach(self)
+            for uri in state.get("subscriptions") or ():
+                call = Call("resources/subscribe", {"uri": uri}, lambda *_: None, self)
+                try:
+                    _subscribe(self, call)
+                except RpcError as error:
+                    self.core.log.warning("a subscription was not resumed: %s", error.message)
+            self.keep_state()
+
+    def _ask_roots(self, on_done):
+        """Ask the host for its roots; the first file:// one says where it works."""
+        self._roots_waiters.append(on_done)
+        if len(self._roots_waiters) > 1:
+            return
+
+        def answered(place):
+            self.roots = place
+            waiters, self._roots_waiters = self._roots_waiters, []
+            for waiter in waiters:
+                waiter()
+        self.core.ask_roots(self, answered)
 
     def on_list_changed(self, method):
         """A list that it was shown has changed. Told at once, then at most every 0.3 s.
@@ -5135,14 +5228,28 @@ class LegacyHost:
         for method in owed:
             self.on_list_changed(method)
 
-    def on_log(self, params):
+    def on_log(self, params, call=None):
         """A log message that belongs to it, at the level that it asked for."""
         level = params.get("level")
         if self.level is not None and level in LOG_LEVELS and LOG_LEVELS.index(level) < LOG_LEVELS.index(self.level):
             return
-        self.tell("notifications/message", params)
+        self.tell("notifications/message", params, call)
 
     # -- questions ---------------------------------------------------------------------
+
+    def list_page(self, kind, cursor):
+        """Return one page of a list as encoded result bytes. Raises RpcError for a bad cursor."""
+        return self.surface.page(kind, self.revision, cursor, self.core.config.get("list.pageSize"))
+
+    def answered_here(self, call, data):
+        """A list was answered from the cache, as bytes."""
+        self.calls.pop(call.host_id, None)
+        call.done = True
+        self._send_line(call.seq, answer_line(call.host_id, data))
+
+    def can_answer(self, question):
+        """Has it declared that it can be asked this?"""
+        return covers(self.capabilities, question.method, question.params)
 
     def send_question(self, question):
         """Ask the host what an upstream asks, under an id of ours."""
@@ -5161,12 +5268,12 @@ class LegacyHost:
         message = {"jsonrpc": "2.0", "id": question.id, "method": question.method}
         if params:
             message["params"] = params
-        self.link.message(encode_json(message))
+        self.link.message(encode_json(message), question.call)
 
     def withdraw_question(self, question, reason):
         """The host need not answer any more."""
         self.questions.pop(question.id, None)
-        self.tell("notifications/cancelled", {"requestId": question.id, "reason": reason})
+        self.tell("notifications/cancelled", {"requestId": question.id, "reason": reason}, question.call)
 
     def _on_answer(self, message):
         question = self.questions.get(message["id"]) if is_valid_id(message["id"]) else None
@@ -5195,25 +5302,11 @@ class LegacyHost:
             if instance is not None and instance.state in ("idle", "busy"):
                 instance.upstream.notify(message["method"], message.get("params"))
 
-    # -- its end -------------------------------------------------------------------------
-
     def close(self):
-        """The host has gone: cancel its work, drop its subscriptions, end what was its alone."""
-        if self.closed:
-            return
-        self.closed = True
-        for call in list(self.calls.values()):
-            if call.slot is not None:
-                self.core.pool.cancel(call, "the host has gone")
-            call.done = True
-        self.calls.clear()
-        for question in list(self.questions.values()):
-            self.core.questions.give_up(question, "the host has gone")
-        for schema in self.surface.schemas.values():
-            schema.watchers.discard(self)
-        for slot in list(self.slots):
-            self.core.pool.leave(slot, self)
-        self.core.host_gone(self)
+        """The host has gone, and every request on its pipe with it."""
+        for request in list(self.modern.values()):
+            request.close()
+        super().close()
 
     def _take_initialize(self, params, revision):
         self.init_params, self.revision = params, revision
@@ -5268,13 +5361,11 @@ def _list(host, call):
                                % (call.method, LIST_CAPABILITY[kind])))
             return
         try:
-            data = host.surface.page(kind, host.revision, cursor, host.core.config.get("list.pageSize"))
+            data = host.list_page(kind, cursor)
         except RpcError as error:
             call.fail(error)
             return
-        host.calls.pop(call.host_id, None)
-        call.done = True
-        host._send_line(call.seq, answer_line(call.host_id, data))
+        host.answered_here(call, data)
     host.core.with_schemas(host, ready)
 
 
@@ -5439,6 +5530,10 @@ def _on_cancelled(host, params):
     call = host.calls.get(host_id) if is_valid_id(host_id) else None
     if call is not None and call.method != "initialize":
         host.cancel(call, params.get("reason"))
+    request = host.modern.pop(host_id, None) if is_valid_id(host_id) else None
+    if request is not None:
+        request.close()
+        host._settled(request.call.seq)
 
 
 def _on_host_progress(host, params):
@@ -5624,6 +5719,1519 @@ class Tasks:
         host.forward(call, server_name)
 
 
+# -- hosts of 2026-07-28 -----------------------------------------------------------------
+
+MODERN = MODERN_REVISIONS[-1]
+META_VERSION = "io.modelcontextprotocol/protocolVersion"
+META_CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
+META_LOG_LEVEL = "io.modelcontextprotocol/logLevel"
+META_SUBSCRIPTION = "io.modelcontextprotocol/subscriptionId"
+META_SERVER_INFO = "io.modelcontextprotocol/serverInfo"
+HEADER_MISMATCH = -32020
+MISSING_CAPABILITY = -32021
+UNSUPPORTED_VERSION = -32022
+URL_ELICITATION_REQUIRED = -32042
+# MCP 2026-07-28, basic/patterns/mrtr: the only methods whose result may be a question.
+MAY_ASK = frozenset(("tools/call", "prompts/get", "resources/read"))
+# Lists and reads carry caching hints; this long where the server tells of changes.
+LIST_TTL_MS = 60000
+# Several questions of one call that come within this time travel together.
+SIBLING_WAIT_S = 0.02
+# After so many rounds of the same question a call is given up.
+MAX_RERUNS = 3
+
+
+class EnvelopeError(RpcError):
+    """A modern request that is refused before its method is looked at: HTTP status 400."""
+
+
+def is_modern(message):
+    """Is this request of 2026-07-28? It says so itself; `initialize` never is (D-2)."""
+    params = message.get("params") if isinstance(message, dict) else None
+    meta = params.get("_meta") if isinstance(params, dict) else None
+    return isinstance(meta, dict) and META_VERSION in meta and message.get("method") != "initialize"
+
+
+def check_envelope(message, headers=None):
+    """Check a modern request up to its method. Raises EnvelopeError.
+
+    MCP 2026-07-28, basic/index and basic/transports/streamable-http; the order of the checks
+    is that of the official suite: `_meta`, then headers, then the version, then the method.
+    """
+    params = message.get("params")
+    meta = params.get("_meta") if isinstance(params, dict) else None
+    if not isinstance(meta, dict):
+        raise EnvelopeError(INVALID_PARAMS, "params._meta is missing")
+    if not isinstance(meta.get(META_VERSION), str):
+        raise EnvelopeError(INVALID_PARAMS, "params._meta lacks %s" % META_VERSION)
+    if not isinstance(meta.get(META_CAPABILITIES), dict):
+        raise EnvelopeError(INVALID_PARAMS, "params._meta lacks %s, or it is no object" % META_CAPABILITIES)
+    if headers is not None:
+        check_headers(message, meta, headers)
+    if meta[META_VERSION] not in MODERN_REVISIONS:
+        # D-4: who names a legacy revision in a modern envelope is offered modern ones only.
+        legacy = [] if meta[META_VERSION] in LEGACY_REVISIONS else list(reversed(LEGACY_REVISIONS))
+        raise EnvelopeError(UNSUPPORTED_VERSION, "Unsupported protocol version",
+                            {"supported": list(MODERN_REVISIONS) + legacy, "requested": meta[META_VERSION]})
+    method = message.get("method")
+    if method not in MODERN_HANDLERS or not has_method(HOST_METHODS, method, MODERN):
+        raise EnvelopeError(METHOD_NOT_FOUND, "Method not found: %s" % method)
+    level = meta.get(META_LOG_LEVEL)
+    if level is not None and level not in LOG_LEVELS:
+        raise EnvelopeError(INVALID_PARAMS, "%s takes one of %s" % (META_LOG_LEVEL, ", ".join(LOG_LEVELS)))
+
+
+NAME_HEADER_MEMBER = {"tools/call": "name", "prompts/get": "name", "resources/read": "uri", "tasks/get": "taskId",
+                      "tasks/update": "taskId", "tasks/cancel": "taskId"}
+
+
+def check_headers(message, meta, headers):
+    """The standard headers must say what the body says. Raises EnvelopeError(HEADER_MISMATCH)."""
+    method, params = message.get("method"), message["params"]
+    wanted = [("MCP-Protocol-Version", meta[META_VERSION]), ("Mcp-Method", method)]
+    member = NAME_HEADER_MEMBER.get(method)
+    if member is not None and isinstance(params.get(member), str):
+        wanted.append(("Mcp-Name", params[member]))
+    for name, value in wanted:
+        values = headers.get_all(name) or []
+        if len(values) != 1:
+            raise EnvelopeError(HEADER_MISMATCH, "the header %s %s" % (name, "stands twice" if values else "is missing"))
+        given = decode_header(values[0].strip()) if name == "Mcp-Name" else values[0].strip()
+        if given != value:
+            raise EnvelopeError(HEADER_MISMATCH, "%s header %r differs from the body's %r" % (name, given, value))
+
+
+def decode_header(text):
+    """Return a header's value; `=?base64?…?=` stands for UTF-8. Raises EnvelopeError."""
+    if not (text.startswith("=?base64?") and text.endswith("?=") and len(text) >= 11):
+        return text
+    import base64
+    import binascii
+    try:
+        return base64.b64decode(text[9:-2], validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError):
+        raise EnvelopeError(HEADER_MISMATCH, "a header has a bad base64 form")
+
+
+def header_parameters(schema, path=(), found=None):
+    """Return {header name in lower case: (path, type)} of a tool's `x-mcp-header` annotations.
+
+    MCP 2026-07-28, server/tools: on strings, integers and booleans that are reachable through
+    `properties` alone; others are ignored here.
+    """
+    found = {} if found is None else found
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    for name, inner in (properties or {}).items() if isinstance(properties, dict) else ():
+        if isinstance(inner, dict):
+            header = inner.get("x-mcp-header")
+            if isinstance(header, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header) and inner.get("type") in (
+                    "string", "integer", "boolean"):
+                found["mcp-param-" + header.lower()] = (path + (name,), inner["type"])
+            header_parameters(inner, path + (name,), found)
+    return found
+
+
+def check_parameter_headers(tool, arguments, headers):
+    """`Mcp-Param-*` headers must say what the arguments say. Raises EnvelopeError."""
+    for header, (path, kind) in header_parameters(tool.get("inputSchema")).items():
+        value = arguments
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        values = headers.get_all(header) or []
+        if value is None and not values:
+            continue
+        if value is None or len(values) != 1:
+            raise EnvelopeError(HEADER_MISMATCH, "the header %s %s" % (header, "has no argument" if value is None else
+                                                                      "is missing" if not values else "stands twice"))
+        given = decode_header(values[0].strip())
+        if not _same_parameter(given, value, kind):
+            raise EnvelopeError(HEADER_MISMATCH, "the header %s differs from the argument %s" % (header, ".".join(path)))
+
+
+def _same_parameter(text, value, kind):
+    if isinstance(value, bool):
+        return text == ("true" if value else "false")
+    if isinstance(value, (int, float)):
+        try:
+            return float(text) == float(value)
+        except ValueError:
+            return False
+    return text == value
+
+
+class ModernRequest(Host):
+    """One request of 2026-07-28. Each stands alone: it is a host of its own in every respect.
+
+    MCP 2026-07-28, basic/index: nothing of an earlier request, connection or process is used.
+    """
+
+    def __init__(self, core, link, names, identity, env, definitions=None):
+        super().__init__(core, link, names, identity, env, definitions)
+        self.revision = MODERN
+        self.headers = None              # of its HTTP request
+        self.call = None
+        self.held = None                 # the HeldCall that it is attached to
+        self.runs = 0                    # how often it was run again for URLs to be visited
+        self.wanted_kinds = set()        # of a subscriptions/listen
+        self.acknowledged = None         # the honoured filter of a subscriptions/listen
+        self._before_ack = []
+        self.on_over = None              # told once the request has its answer
+        core.requests.add(self)
+
+    def take(self, seq, message, line=None, losses=0, headers=None):
+        """Serve one request; its answer goes to the link as that of `seq`."""
+        self.headers = headers
+        call = self.call = Call(message.get("method"), message.get("params") or {}, self._finished, self,
+                                message["id"], seq)
+        call.message, call.line, call.losses = message, line, losses
+        self.calls[call.host_id] = call
+        try:
+            check_envelope(message, headers)
+            meta = call.params["_meta"]
+            self.capabilities, self.level = meta[META_CAPABILITIES], meta.get(META_LOG_LEVEL)
+            MODERN_HANDLERS[call.method](self, call)
+        except EnvelopeError as error:
+            self._refuse(call, error)
+        except RpcError as error:
+            call.fail(error)
+
+    # -- answers -------------------------------------------------------------------
+
+    def _refuse(self, call, error):
+        """Answer with an error that has an HTTP status of its own."""
+        call.done = True
+        self.calls.pop(call.host_id, None)
+        if not self.closed:
+            data = encode_json(error_message(call.host_id, error))
+            if isinstance(call.seq, Batch):
+                self._send_line(call.seq, data)
+            else:
+                self.link.refuse(call.seq, data, error.code)
+        self._over()
+
+    def _finished(self, call, message, line):
+        if self.calls.get(call.host_id) is call:
+            del self.calls[call.host_id]
+        if self.closed:
+            return
+        if "result" in message and isinstance(message["result"], dict):
+            result = self._result_for_host(call, message["result"])
+            self._send(call.seq, result_message(call.host_id, result))
+            self._over()
+            return
+        error = message.get("error")
+        if not isinstance(error, dict) or not isinstance(error.get("code"), int):
+            error = RpcError(INTERNAL_ERROR, "the server's answer has neither a result object nor an error").as_object()
+        self._fail(call, error)
+
+    def _fail(self, call, error):
+        if error["code"] == URL_ELICITATION_REQUIRED:
+            outcome = self.core.held.ask_for_urls(self, call, error)
+            if outcome is not None:
+                self._send(call.seq, outcome)
+                self._over()
+                return
+        error = spell_error_up(error, call)
+        if error["code"] in (METHOD_NOT_FOUND, MISSING_CAPABILITY):
+            self._refuse(call, RpcError(error["code"], error["message"], error.get("data")))
+            return
+        self._send(call.seq, {"jsonrpc": "2.0", "id": call.host_id, "error": error})
+        self._over()
+
+    def _over(self):
+        """The request is answered: whatever it held is given back."""
+        self.core.requests.discard(self)
+        if self.on_over is not None:
+            self.on_over(self)
+        self.close()
+
+    def _result_for_host(self, call, result):
+        result = spell_result(call.method, result, MODERN)
+        if call.slot is not None:
+            result = self._mark_restarted(call, result)
+        meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
+        meta = {name: value for name, value in meta.items() if name not in HOP_META and name != META_RELATED_TASK}
+        meta[META_SERVER_INFO] = self.server_info(call.schema)
+        result = dict(result, _meta=meta)
+        result.setdefault("resultType", "complete")
+        if call.method == "resources/read":
+            result.setdefault("ttlMs", 0)
+            result.setdefault("cacheScope", "private")
+        return result
+
+    def server_info(self, schema=None):
+        """Whose server it is (D-3): the upstream's where one is passed through, else mcpx."""
+        if self.surface.single:
+            schema = schema or self.surface.schemas.get(self.surface.names[0])
+            if schema is not None and schema.info:
+                return {name: value for name, value in schema.info.items()}
+        return {"name": "mcpx", "version": __version__}
+
+    def answer_input_required(self, call, requests, state):
+        """Answer with questions: the request is over, a retry brings the answers."""
+        self.calls.pop(call.host_id, None)
+        call.done = True
+        if not self.closed:
+            result = {"resultType": "input_required", "inputRequests": requests, "requestState": state,
+                      "_meta": {META_SERVER_INFO: self.server_info(call.schema)}}
+            self._send(call.seq, result_message(call.host_id, result))
+        self._over()
+
+    def list_page(self, kind, cursor):
+        """Return one page of a list as encoded result bytes, with caching hints."""
+        size = self.core.config.get("list.pageSize")
+        page = parse_json(self.surface.page(kind, MODERN, cursor, size))
+        page.update(resultType="complete", ttlMs=LIST_TTL_MS, cacheScope="private",
+                    _meta={META_SERVER_INFO: self.server_info()})
+        return encode_json(page)
+
+    def answered_here(self, call, data):
+        """A list was answered from the cache, as bytes."""
+        self.calls.pop(call.host_id, None)
+        call.done = True
+        self._send_line(call.seq, answer_line(call.host_id, data))
+        self._over()
+
+    # -- what comes meanwhile ----------------------------------------------------------
+
+    def can_tell_roots(self):
+        """Roots travel inside results here: nobody is asked before a call is sent."""
+        return False
+
+    def tell(self, method, params=None, call=None):
+        """Send a notification of this request; on a listen stream, tagged with its id."""
+        if self.closed:
+            return
+        if self.acknowledged is not None or self._listens():
+            meta = dict((params or {}).get("_meta") or {}, **{META_SUBSCRIPTION: self.call.host_id})
+            params = dict(params or {}, _meta=meta)
+            if self.acknowledged is None and method != "notifications/subscriptions/acknowledged":
+                self._before_ack.append((method, params))
+                return
+        self.link.message(encode_json(notification(method, params)), self.call)
+
+    def _listens(self):
+        return self.call is not None and self.call.method == "subscriptions/listen"
+
+    def on_list_changed(self, method):
+        """A list has changed: only a listen stream that asked for its kind is told."""
+        if self._listens() and method in self.wanted_kinds:
+            self.tell(method)
+
+    def on_log(self, params, call=None):
+        """Log messages only for a request that asked for them, at its level."""
+        level = params.get("level")
+        if self.level is None or self._listens() or level not in LOG_LEVELS:
+            self.core.pool.counters["droppedLogs"] += 1
+        elif LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.level):
+            self.tell("notifications/message", params, call)
+
+    def can_answer(self, question):
+        """Does this very request say that it can be asked this, and may its method ask?"""
+        return self.call.method in MAY_ASK and covers(self.capabilities, question.method, question.params)
+
+    def send_question(self, question):
+        """A question of the upstream ends this request; the call is held for the retry."""
+        self.questions.pop(question.id, None)
+        self.core.held.hold(self, self.call).send_question(question)
+
+    def withdraw_question(self, question, _reason):
+        """It was not asked yet."""
+        self.questions.pop(question.id, None)
+
+    def acknowledge(self, honoured):
+        """Open the listen stream: first the acknowledgement, then what came meanwhile."""
+        self.tell("notifications/subscriptions/acknowledged", {"notifications": honoured})
+        self.acknowledged = honoured
+        early, self._before_ack = self._before_ack, []
+        for method, params in early:
+            self.link.message(encode_json(notification(method, params)), self.call)
+
+    def end_listen(self):
+        """End a listen stream from our side: the result says that it ended well (D-5)."""
+        call = self.call
+        if not call.done and not self.closed:
+            meta = {META_SUBSCRIPTION: call.host_id}
+            call.finish({"result": {"_meta": meta}})
+
+    def close(self):
+        """It is answered, cancelled, or its host has gone."""
+        self.core.requests.discard(self)
+        if self.held is not None and self.held.request is self:
+            self.held.drop("the host has gone")
+        super().close()
+
+
+def spell_error_up(error, call):
+    """Return a legacy upstream's error object as a modern host may see it.
+
+    MCP 2026-07-28, basic/index: -32002 is gone, -32020 to -32099 are reserved.
+    """
+    code = error["code"]
+    if code == RESOURCE_NOT_FOUND:
+        data = error.get("data") if isinstance(error.get("data"), dict) else {}
+        data.setdefault("uri", call.params.get("uri"))
+        return {"code": INVALID_PARAMS, "message": error.get("message", "Resource not found"), "data": data}
+    if -32099 <= code <= -32020 and code != MISSING_CAPABILITY:
+        return {"code": INTERNAL_ERROR, "message": str(error.get("message", "")), "data": {"upstreamCode": code}}
+    return error
+
+
+class HeldCall:
+    """A call that goes on upstream while its modern host has to answer questions.
+
+    MCP 2026-07-28, basic/patterns/mrtr. Takes the host's place for the pool and for
+    Questions; `request` is the retry that is attached, or None between two rounds.
+    """
+
+    revision = MODERN
+    level = None
+
+    def __init__(self, core, held_id, request, call):
+        self.core, self.id, self.call = core, "held%d" % held_id, call
+        self.names, self.capabilities = request.surface.names, request.capabilities
+        self.request, self.request_call = request, request.call
+        self.digest = digest_of_request(call.method, call.message["params"])
+        self.questions = {}              # our question id -> Question
+        self.keys = {}                   # key in inputRequests -> Question
+        self.round = 0
+        self.slots = set()
+        self.closed = False
+        self.result = None               # (message, line) that came while nobody was attached
+        self.timer = self.ask_timer = None
+
+    # -- in the host's place -----------------------------------------------------------
+
+    def can_answer(self, question):
+        """Can the request that was answered last be asked this?"""
+        return covers(self.capabilities, question.method, question.params)
+
+    def send_question(self, question):
+        """Put a question into the next answer of the request that is attached."""
+        question.host, question.call = self, self.call
+        self.questions[question.id] = question
+        self.keys["q%d" % question.id] = question
+        if self.request is not None and self.ask_timer is None:
+            self.ask_timer = self.core.loop.call_later(SIBLING_WAIT_S, self.ask)
+
+    def withdraw_question(self, question, _reason):
+        """The upstream does not want an answer any more."""
+        self.questions.pop(question.id, None)
+        self.keys.pop("q%d" % question.id, None)
+
+    def on_progress(self, call, params):
+        """Progress goes to the request that is attached; between rounds nobody may hear of it."""
+        if self.request is not None and self.request_call.token is not None:
+            self.request.on_progress(self.request_call, params)
+
+    def on_log(self, params, _call=None):
+        """Log messages go to the request that is attached."""
+        if self.request is not None:
+            self.request.on_log(params, self.request_call)
+
+    def tell(self, _method, _params=None, _call=None):
+        """Nothing else can be told to a host that has no request open."""
+
+    def on_list_changed(self, _method):
+        """A held call has no lists."""
+
+    # -- rounds ---------------------------------------------------------------------------
+
+    def ask(self):
+        """Answer the attached request with the open questions."""
+        self.ask_timer = None
+        request, call = self.request, self.request_call
+        if request is None or not self.keys:
+            return
+        self.request = self.request_call = None
+        self.round += 1
+        timeout = self.core.config.get("question.timeout")
+        self._expire_in(timeout)
+        requests = {key: {"method": q.method, "params": params_of_question(q, self.names)} if q.params or
+                    q.method != "roots/list" else {"method": q.method} for key, q in self.keys.items()}
+        state = self.core.sign({"h": self.id, "r": self.round, "e": time.time() + timeout, "d": self.digest})
+        request.answer_input_required(call, requests, state)
+
+    def attach(self, request, call, responses):
+        """Take a retry: give the upstream its answers, and the call to the new request."""
+        for key, value in responses.items():
+            if key in self.keys and not isinstance(value, dict):
+                raise RpcError(INVALID_PARAMS, "inputResponses.%s is no object" % key)
+        self._expire_in(None)
+        self.round += 1                  # a state is good for one retry
+        self.request, self.request_call = request, call
+        self.capabilities = request.capabilities
+        request.call, request.held = call, self
+        call.slot, call.identity, call.schema = self.call.slot, self.call.identity, self.call.schema
+        meta = call.params.get("_meta") or {}
+        if is_valid_id(meta.get("progressToken")):
+            call.token = meta["progressToken"]
+        for key in [key for key in responses if key in self.keys]:
+            question = self.keys.pop(key)
+            self.core.questions.answer(question, {"result": responses[key]})
+        if self.result is not None:
+            self._deliver()
+        elif self.keys:
+            self.ask()
+
+    def finished(self, _call, message, line):
+        """The upstream has answered the call."""
+        self.result = (message, line)
+        if self.request is not None:
+            self._deliver()
+
+    def _deliver(self):
+        request, call, (message, line) = self.request, self.request_call, self.result
+        self.request = self.request_call = None
+        self.forget()
+        if not request.closed:
+            call.finish(message, line)
+
+    def _expire_in(self, seconds):
+        if self.timer is not None:
+            self.timer.cancel()
+        self.timer = None if seconds is None else self.core.loop.call_later(seconds, lambda: self.drop("no retry came"))
+
+    def drop(self, reason):
+        """Nobody will come back: answer the upstream's questions, cancel its call."""
+        for question in list(self.questions.values()):
+            self.core.questions.give_up(question, reason)
+        if not self.call.done:
+            self.core.pool.cancel(self.call, reason)
+        self.forget()
+
+    def forget(self):
+        """Leave every table."""
+        self.closed = True
+        self._expire_in(None)
+        if self.ask_timer is not None:
+            self.ask_timer.cancel()
+        self.core.held.by_id.pop(self.id, None)
+        for slot in list(self.slots):
+            self.core.pool.leave(slot, self)
+
+
+def params_of_question(question, names):
+    """Return a question's params as an entry of `inputRequests` carries them."""
+    params = {name: value for name, value in question.params.items() if name not in ("task", "elicitationId")}
+    meta = params.get("_meta")
+    if isinstance(meta, dict):
+        meta = {name: value for name, value in meta.items() if name not in HOP_META and name not in (
+            "progressToken", META_RELATED_TASK)}
+        params = dict(params, _meta=meta) if meta else {n: v for n, v in params.items() if n != "_meta"}
+    if question.method == "elicitation/create":
+        params.setdefault("mode", "form")
+        if len(names) > 1 and isinstance(params.get("message"), str):
+            params["message"] = "[%s] %s" % (question.instance.definition.server.name, params["message"])
+    return params
+
+
+def digest_of_request(method, params):
+    """Return a digest of what a retry must repeat: method, name or uri, and arguments."""
+    kept = {name: value for name, value in params.items() if name not in ("_meta", "inputResponses", "requestState")}
+    return hashlib.sha256(json.dumps([method, kept], sort_keys=True).encode("utf-8")).hexdigest()[:32]
+
+
+class HeldCalls:
+    """All held calls, and the states that lead back to them."""
+
+    def __init__(self, core):
+        self.core = core
+        self.by_id = {}
+
+    def hold(self, request, call):
+        """Return the HeldCall in the place of a request's host; made at its first question."""
+        if isinstance(call.host, HeldCall):
+            return call.host
+        held = HeldCall(self.core, self.core.new_id(), request, call)
+        self.by_id[held.id] = held
+        # The request gets a call of its own to be answered by; the old one goes on upstream.
+        mine = Call(call.method, call.message["params"], request._finished, request, call.host_id, call.seq, call.identity)
+        mine.slot, mine.schema, mine.token, mine.message = call.slot, call.schema, call.token, call.message
+        request.calls[call.host_id] = request.call = held.request_call = mine
+        call.host, call.on_finish, request.held = held, held.finished, held
+        call.may_repeat = False          # answers were given: it is another call by now
+        for slot in list(request.slots):
+            slot.hosts.add(held)
+            held.slots.add(slot)
+        return held
+
+    def resume(self, request, call):
+        """Take a retry that carries a requestState. Raises RpcError that says what is wrong with it."""
+        state = self.core.unsign(call.params.get("requestState"), digest_of_request(call.method, call.params))
+        responses = call.params.get("inputResponses")
+        if responses is None:
+            responses = {}
+        if not isinstance(responses, dict):
+            raise RpcError(INVALID_PARAMS, "inputResponses is no object")
+        if "u" in state:
+            self._rerun(request, call, state, responses)
+            return
+        held = self.by_id.get(state.get("h"))
+        if held is None:
+            raise RpcError(INVALID_PARAMS, "requestState: the call is gone; start it again")
+        if state.get("r") != held.round or held.request is not None:
+            raise RpcError(INVALID_PARAMS, "requestState: it was used already")
+        held.attach(request, call, responses)
+
+    def ask_for_urls(self, request, call, error):
+        """A 2025-11-25 upstream wants URLs visited first (-32042): ask, and run the call again then.
+
+        Returns the answer to send, or None where the error has to do.
+        """
+        data = error.get("data") if isinstance(error.get("data"), dict) else {}
+        entries = [e for e in data.get("elicitations") or () if isinstance(e, dict) and isinstance(e.get("url"), str)]
+        if call.method not in MAY_ASK or not entries:
+            return None
+        elicitation = request.capabilities.get("elicitation")
+        if not isinstance(elicitation, dict) or "url" not in elicitation:
+            return error_message(call.host_id, RpcError(MISSING_CAPABILITY, str(error.get("message", "")), {
+                "requiredCapabilities": {"elicitation": {"url": {}}}}))
+        if request.runs >= MAX_RERUNS:
+            return error_message(call.host_id, RpcError(
+                INTERNAL_ERROR, "the server asked for URLs %d times in a row" % request.runs))
+        requests = {"u%d" % n: {"method": "elicitation/create", "params": {
+            "mode": "url", "message": str(entry.get("message", "")), "url": entry["url"]}} for n, entry in enumerate(entries)}
+        timeout = self.core.config.get("question.timeout")
+        state = self.core.sign({"u": request.runs + 1, "e": time.time() + timeout, "n": self.core.new_id(),
+                                "d": digest_of_request(call.method, call.message["params"])})
+        return result_message(call.host_id, {"resultType": "input_required", "inputRequests": requests,
+                                             "requestState": state,
+                                             "_meta": {META_SERVER_INFO: request.server_info(call.schema)}})
+
+    def _rerun(self, request, call, state, responses):
+        self.core.use_once(state.get("n"))
+        refused = [value for value in responses.values() if not isinstance(value, dict) or value.get("action") != "accept"]
+        if refused or not responses:
+            text = "the user did not visit the address"
+            if call.method != "tools/call":
+                raise RpcError(INVALID_PARAMS, text)
+            call.finish({"result": dict(text_result(text), isError=True)})
+            return
+        request.runs = state["u"]
+        call.params = {name: value for name, value in call.params.items()
+                       if name not in ("inputResponses", "requestState")}
+        call.line = None
+        MODERN_HANDLERS[call.method](request, call)
+
+
+def _discover(request, call):
+    """MCP 2026-07-28, server/discover. Answered from the cache, as `initialize` is."""
+    def ready(errors):
+        if call.done or request.closed:
+            return
+        if request.surface.single and errors and not request.surface.known():
+            call.fail(errors[0])
+            return
+        shown = request.surface.initialize_result(MODERN)
+        result = {"supportedVersions": list(MODERN_REVISIONS) + list(reversed(LEGACY_REVISIONS)),
+                  "capabilities": shown["capabilities"], "ttlMs": LIST_TTL_MS, "cacheScope": "private"}
+        if "instructions" in shown:
+            result["instructions"] = shown["instructions"]
+        call.finish({"result": result})
+    request.core.attach(request)
+    request.core.with_schemas(request, ready)
+
+
+def _modern_list(request, call):
+    request.core.attach(request)
+    _list(request, call)
+
+
+def _modern_carrier(handler):
+    """Requests that may end in questions: a retry finds its held call, others start one."""
+    def serve(request, call):
+        if "requestState" in call.params:
+            request.core.held.resume(request, call)
+            return
+        if "inputResponses" in call.params:
+            raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
+        call.line = None
+        if request.headers is not None and call.method == "tools/call" or not request.surface.single:
+            request.core.attach(request)
+            request.core.with_schemas(request, lambda errors: request._guarded(call, lambda: checked(request, call)))
+        else:
+            handler(request, call)
+
+    def checked(request, call):
+        if request.headers is not None and call.method == "tools/call" and isinstance(call.params.get("name"), str):
+            server_name, own_name = request.surface.resolve("tools", call.params["name"])
+            schema = request.surface.schemas.get(server_name)
+            tool = schema.tool(own_name) if schema is not None else None
+            arguments = call.params.get("arguments")
+            try:
+                if tool is not None:
+                    check_parameter_headers(tool, arguments if isinstance(arguments, dict) else {}, request.headers)
+            except EnvelopeError as error:
+                request._refuse(call, error)
+                return
+        handler(request, call)
+    return serve
+
+
+def _modern_complete(request, call):
+    call.line = None
+    request.core.attach(request)
+    request.core.with_schemas(request, lambda errors: request._guarded(call, lambda: _complete(request, call)))
+
+
+def _listen(request, call):
+    """MCP 2026-07-28, basic/patterns/subscriptions: one stream of the changes that it names."""
+    wanted = call.params.get("notifications")
+    if not isinstance(wanted, dict):
+        raise RpcError(INVALID_PARAMS, "subscriptions/listen needs a notifications object")
+    uris = wanted.get("resourceSubscriptions")
+    uris = [uri for uri in uris if isinstance(uri, str)] if isinstance(uris, list) else []
+    request.wanted_kinds = set()
+    request.core.attach(request)
+
+    def ready(_errors):
+        honoured = {}
+        for member, capability in (("toolsListChanged", "tools"), ("promptsListChanged", "prompts"),
+                                   ("resourcesListChanged", "resources")):
+            if wanted.get(member) is True and request.surface.offers(capability):
+                honoured[member] = True
+                request.wanted_kinds.add("notifications/%s/list_changed" % capability)
+        left = set(uris) if request.surface.offers("resources") else set()
+        good = []
+
+        def done(uri, message):
+            left.discard(uri)
+            if "result" in message:
+                good.append(uri)
+            if not left:
+                acknowledge()
+
+        def acknowledge():
+            if good:
+                honoured["resourceSubscriptions"] = [uri for uri in uris if uri in good]
+            if not request.closed:
+                request.acknowledge(honoured)
+        if not left:
+            acknowledge()
+        for uri in list(left):
+            inner = Call("resources/subscribe", {"uri": uri, "_meta": call.params["_meta"]},
+                         lambda _call, message, _line, uri=uri: done(uri, message), request, None, call.seq)
+            try:
+                _subscribe(request, inner)
+            except RpcError as error:
+                inner.fail(error)
+    request.core.with_schemas(request, lambda errors: request._guarded(call, lambda: ready(errors)))
+
+
+MODERN_HANDLERS = {
+    "server/discover": _discover, "tools/call": _modern_carrier(_named("tools")),
+    "prompts/get": _modern_carrier(_named("prompts")), "resources/read": _modern_carrier(_read),
+    "completion/complete": _modern_complete, "subscriptions/listen": _listen}
+MODERN_HANDLERS.update((method, _modern_list) for method in LIST_METHODS)
+
+
+# ---------------------------------------------------------------------------
+# HTTP: is this request acceptable; which host object is it for
+#
+# Bytes come from a stream of the loop; heads are parsed by `http.server` over memory, after
+# the raw bytes were checked. Opens no thread and no socket of its own. An exchange is one
+# request and its answer: a JSON body, or a stream of events that may last.
+# ---------------------------------------------------------------------------
+
+# A comment at least this often on a quiet stream, so that nothing in between cuts it.
+SSE_KEEP_ALIVE_S = 15.0
+# A request that is still quiet after this gets its headers, so that clients see it is alive.
+SSE_COMMIT_S = 10.0
+# Between two looks at all open exchanges.
+HTTP_SWEEP_S = 2.5
+# Events kept for a stream that may be resumed, and messages for a GET stream not yet opened.
+MAX_KEPT_EVENTS = 1000
+# How long a finished stream can still be resumed.
+RESUME_S = 300.0
+ACCEPTED_STATUS = 202
+HTTP_REASONS = {200: "OK", 202: "Accepted", 204: "No Content", 400: "Bad Request", 401: "Unauthorized",
+                403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 406: "Not Acceptable",
+                408: "Request Timeout", 409: "Conflict", 413: "Content Too Large", 415: "Unsupported Media Type",
+                417: "Expectation Failed", 429: "Too Many Requests", 431: "Request Header Fields Too Large",
+                500: "Internal Server Error", 501: "Not Implemented", 503: "Service Unavailable",
+                505: "HTTP Version Not Supported"}
+# JSON-RPC errors with an HTTP status of their own (PROTOCOL: everything else is 200).
+STATUS_OF_CODE = {PARSE_ERROR: 400, INVALID_REQUEST: 400, INVALID_PARAMS: 400, METHOD_NOT_FOUND: 404,
+                  HEADER_MISMATCH: 400, MISSING_CAPABILITY: 400, UNSUPPORTED_VERSION: 400}
+
+
+class HttpError(Exception):
+    """A request that is refused: status, text, and headers to go with it."""
+
+    def __init__(self, status, text, headers=()):
+        super().__init__(text)
+        self.status, self.text, self.headers = status, text, tuple(headers)
+
+
+def check_raw_head(head):
+    """Refuse a head that two parsers could read in two ways. Raises HttpError(400).
+
+    `http.server` is lenient: a bare CR starts a header for it, a line without a colon ends
+    them silently. Whoever stands in front of us may see it differently.
+    """
+    lines = head.split(b"\r\n")
+    if b"\0" in head or any(b"\r" in line or b"\n" in line for line in lines):
+        raise HttpError(400, "the head has a bare CR or LF, or a NUL")
+    for line in lines[1:]:
+        if line[:1] in (b" ", b"\t"):
+            raise HttpError(400, "a folded header line")
+        name, colon, _ = line.partition(b":")
+        if line and (not colon or not name or name[-1:] in (b" ", b"\t")):
+            raise HttpError(400, "a header line without a name, or with a space before its colon")
+
+
+_head_parser = None
+
+
+def parse_head(head):
+    """Return (method, target, HTTP version, headers) of a request's head. Raises HttpError."""
+    global _head_parser
+    check_raw_head(head)
+    if _head_parser is None:
+        import http.server
+        import io
+
+        class HeadParser(http.server.BaseHTTPRequestHandler):
+            """Parses over memory; never sends anything."""
+
+            def __init__(self, data):
+                self.rfile, self.error = io.BytesIO(data), None
+                self.raw_requestline = self.rfile.readline(65537)
+                self.good = self.parse_request()
+
+            def send_error(self, code, message=None, explain=None):
+                self.error = (code, message or explain or "bad request")
+
+            def handle_expect_100(self):
+                return True              # answered once it is known that the body is wanted
+        _head_parser = HeadParser
+    parser = _head_parser(head + b"\r\n\r\n")
+    if not parser.good or parser.error:
+        status, text = parser.error or (400, "not an HTTP request")
+        raise HttpError(status if status in HTTP_REASONS else 400, str(text))
+    headers = parser.headers
+    if headers.defects:
+        raise HttpError(400, "the headers are malformed")
+    for name in ("Host", "Content-Length"):
+        if len(headers.get_all(name) or ()) > 1:
+            raise HttpError(400, "the header %s stands twice" % name)
+    if headers.get("Content-Length") is not None and headers.get("Transfer-Encoding") is not None:
+        raise HttpError(400, "both Content-Length and Transfer-Encoding")
+    return parser.command, parser.path, parser.request_version, headers
+
+
+class HttpConnection:
+    """One connection: requests in order, one at a time; bounded in head, body and time."""
+
+    def __init__(self, front, stream, local):
+        self.front, self.stream, self.local = front, stream, local
+        stream.on_data, stream.on_close = self._on_data, self._on_close
+        self.buffer = bytearray()
+        self.exchange = None             # the request that is being answered
+        self.head = None                 # parsed head whose body is not complete yet
+        self.body, self.left, self.chunked = [], 0, False
+        self.body_size = 0
+        self.since = time.monotonic()    # when the request that is being read began
+        self.closing = False
+        front.connections.add(self)
+
+    def _on_data(self, data):
+        self.buffer += data
+        limit = self.front.core.config.get("limits.lineBytes")
+        if self.exchange is not None and len(self.buffer) > 1 << 20:
+            self.stream.pause(True)      # pipelined faster than it is answered
+        self._advance(limit)
+
+    def _advance(self, limit):
+        try:
+            while self.exchange is None and not self.closing and self._step(limit):
+                continue
+        except HttpError as error:
+            self.refuse(error)
+
+    def _step(self, limit):
+        """Take the next piece of a request out of the buffer; False where more bytes are needed."""
+        if self.head is None:
+            return self._take_head()
+        if self.chunked:
+            return self._take_chunk(limit)
+        taken = bytes(self.buffer[:self.left])
+        del self.buffer[:self.left]
+        self.left -= len(taken)
+        self.body.append(taken)
+        if self.left:
+            return False
+        self._complete()
+        return True
+
+    def _take_head(self):
+        while self.buffer[:2] == b"\r\n":
+            del self.buffer[:2]          # RFC 9112, 2.2: an empty line before a request is ignored
+        end = self.buffer.find(b"\r\n\r\n")
+        limit = self.front.core.config.get("http.headBytes")
+        if end < 0 and len(self.buffer) > limit or end > limit:
+            raise HttpError(431, "the head has more than %d bytes (http.headBytes)" % limit)
+        if end < 0:
+            if b"\n\n" in self.buffer:
+                raise HttpError(400, "the head has a bare LF")
+            return False
+        raw = bytes(self.buffer[:end])
+        del self.buffer[:end + 4]
+        self.head = parse_head(raw)
+        self._prepare_body()
+        return True
+
+    def _prepare_body(self):
+        _, _, version, headers = self.head
+        self.body, self.body_size, self.left, self.chunked = [], 0, 0, False
+        coding = headers.get("Transfer-Encoding")
+        if coding is not None:
+            if coding.strip().lower() != "chunked":
+                raise HttpError(501, "the only transfer coding served is chunked")
+            self.chunked = True
+        else:
+            text = (headers.get("Content-Length") or "0").strip()
+            if not text.isascii() or not text.isdigit() or len(text) > 15:
+                raise HttpError(400, "Content-Length is no number")
+            self.left = int(text)
+        self._check_body_size(self.left)
+        self.front.admit(self)
+        if (headers.get("Expect") or "").strip().lower() == "100-continue":
+            self.stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if version == "HTTP/1.0":
+            self.closing = self.closing  # answered, then closed: see HttpExchange
+
+    def _check_body_size(self, size):
+        limit = self.front.core.config.get("limits.lineBytes")
+        if size > limit:
+            raise HttpError(413, "the body has more than %d bytes (limits.lineBytes)" % limit)
+
+    def _take_chunk(self, limit):
+        end = self.buffer.find(b"\r\n")
+        if end < 0:
+            if len(self.buffer) > 1024:
+                raise HttpError(400, "a chunk's size line is too long")
+            return False
+        text = bytes(self.buffer[:end]).split(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9A-Fa-f]{1,12}", text):
+            raise HttpError(400, "a chunk's size is no number")
+        size = int(text, 16)
+        self._check_body_size(self.body_size + size)
+        if size == 0:
+            if self.buffer[end:end + 4] == b"\r\n\r\n":
+                del self.buffer[:end + 4]
+            else:
+                trailers = self.buffer.find(b"\r\n\r\n", end)
+                if trailers < 0:
+                    if len(self.buffer) > 65536:
+                        raise HttpError(431, "the trailers are too long")
+                    return False
+                del self.buffer[:trailers + 4]
+            self._complete()
+            return True
+        if len(self.buffer) < end + 2 + size + 2:
+            return False
+        if self.buffer[end + 2 + size:end + 4 + size] != b"\r\n":
+            raise HttpError(400, "a chunk has not the size it says")
+        self.body.append(bytes(self.buffer[end + 2:end + 2 + size]))
+        self.body_size += size
+        del self.buffer[:end + 4 + size]
+        return True
+
+    def _complete(self):
+        method, target, version, headers = self.head
+        self.head = None
+        body = b"".join(self.body)
+        self.body = []
+        keep = (headers.get("Connection") or "").lower() != "close" and version != "HTTP/1.0"
+        self.exchange = HttpExchange(self, method, target, headers, body, keep)
+        try:
+            self.front.handle(self.exchange)
+        except HttpError as error:
+            self.exchange.respond_error(error)
+
+    def refuse(self, error):
+        """Answer a request that could not even be read, and hang up: we are out of step."""
+        exchange = HttpExchange(self, "", "", None, b"", False)
+        self.exchange = exchange
+        exchange.respond_error(error)
+
+    def exchange_over(self, keep):
+        """An exchange has been answered: the next request, or the end."""
+        self.exchange = None
+        self.since = time.monotonic()
+        if not keep or self.front.core.stopping:
+            self.closing = True
+            self.stream.close("answered")
+            return
+        self.stream.pause(False)
+        if self.buffer:
+            self.front.core.loop.soon(lambda: self._advance(0))
+
+    def _on_close(self, _reason):
+        self.front.connections.discard(self)
+        if self.exchange is not None:
+            self.exchange.peer_closed()
+        self.front.core.on_link_gone()
+
+
+class HttpExchange:
+    """One request and its answer. Also the link of a ModernRequest.
+
+    The answer is a JSON body until something has to go before it; then it becomes a stream
+    of events. A status of its own can only be given while nothing was written.
+    """
+
+    def __init__(self, connection, method, target, headers, body, keep):
+        self.connection, self.method, self.headers, self.body, self.keep = connection, method, headers, body, keep
+        self.target = target
+        self.path, _, self.query = target.partition("?")
+        self.front = connection.front
+        self.started = time.monotonic()
+        self.written_at = self.started
+        self.streaming = False           # events have begun
+        self.over = False
+        self.on_gone = None              # told when the peer hangs up before the answer
+        self.stream_id = None            # EventStream whose events go out here
+        self.extra_headers = []
+        self.json_only = False
+
+    # -- answers ------------------------------------------------------------------------
+
+    def respond(self, status, body=b"", content_type="application/json", headers=()):
+        """Answer with a whole body."""
+        if self.over:
+            return
+        lines = ["HTTP/1.1 %d %s" % (status, HTTP_REASONS.get(status, "Status"))]
+        if body or status not in (202, 204):
+            lines.append("Content-Type: " + content_type)
+        if status != 204:
+            lines.append("Content-Length: %d" % len(body))
+        lines += ["%s: %s" % pair for pair in tuple(headers) + tuple(self.extra_headers)]
+        if not self.keep:
+            lines.append("Connection: close")
+        self._write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace") + body)
+        self._end()
+
+    def respond_json(self, status, value, headers=()):
+        """Answer with a JSON body."""
+        self.respond(status, encode_json(value), headers=headers)
+
+    def respond_error(self, error):
+        """Answer with a refusal, in the one shape that all errors have."""
+        value = {"jsonrpc": "2.0", "error": {"code": INVALID_REQUEST, "message": error.text}}
+        self.respond_json(error.status, value, error.headers)
+
+    def begin_stream(self):
+        """Commit to a stream of events; headers and a first comment go out at once."""
+        if self.streaming or self.over:
+            return
+        self.streaming = True
+        lines = ["HTTP/1.1 200 OK", "Content-Type: text/event-stream", "Cache-Control: no-cache",
+                 "X-Accel-Buffering: no", "Transfer-Encoding: chunked"]
+        if not self.keep:
+            lines.append("Connection: close")
+        lines += ["%s: %s" % pair for pair in self.extra_headers]
+        self._write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace"))
+        self._chunk(b":\n\n")
+
+    def event(self, data, event_id=None):
+        """Write one event with a JSON message."""
+        self.begin_stream()
+        prefix = b"event: message\n" if event_id is None else b"event: message\nid: %s\n" % event_id.encode()
+        self._chunk(prefix + b"data: " + data + b"\n\n")
+
+    def raw_event(self, text):
+        """Write an event as it is."""
+        self.begin_stream()
+        self._chunk(text)
+
+    def end_stream(self):
+        """End a stream of events."""
+        if self.streaming and not self.over:
+            self._write(b"0\r\n\r\n")
+            self._end()
+
+    def _chunk(self, data):
+        if not self.over:
+            self._write(b"%x\r\n" % len(data) + data + b"\r\n")
+
+    def _write(self, data):
+        stream = self.connection.stream
+        limit = self.front.core.config.get("limits.hostQueueBytes")
+        if stream.queued_bytes > limit:
+            stream.close("does not read")
+            return
+        self.written_at = time.monotonic()
+        stream.write(data)
+
+    def _end(self):
+        self.over = True
+        self.connection.exchange_over(self.keep)
+
+    def peer_closed(self):
+        """The peer has hung up before the answer was complete."""
+        self.over = True
+        if self.on_gone is not None:
+            self.on_gone()
+
+    def sweep(self, now):
+        """Keep a quiet exchange alive: its headers after a while, then comments."""
+        if self.over:
+            return
+        if self.streaming:
+            if now - self.written_at >= SSE_KEEP_ALIVE_S - HTTP_SWEEP_S:
+                self._chunk(b":\n\n")
+        elif now - self.started >= SSE_COMMIT_S and self.on_gone is not None and not self.json_only:
+            self.begin_stream()
+
+    # -- as the link of a ModernRequest -----------------------------------------------------
+
+    def answer(self, _seq, data):
+        """The answer of the request."""
+        if self.streaming:
+            self.event(data)
+            self.end_stream()
+        else:
+            self.respond(200, data)
+
+    def refuse(self, _seq, data, code):
+        """An answer with an HTTP status of its own, where that can still be given."""
+        if self.streaming:
+            self.answer(None, data)
+        else:
+            self.respond(STATUS_OF_CODE.get(code, 200), data)
+
+    def message(self, data, _call=None):
+        """A notification of this request, before its answer."""
+        if not self.json_only:
+            self.event(data)
+
+    def settled(self, _seq):
+        """Nothing will be answered: a notification was taken, or the request was cancelled."""
+        if self.streaming:
+            self.end_stream()
+        else:
+            self.respond(ACCEPTED_STATUS)
+
+    def keep_state(self, _state):
+        """Nothing is remembered between requests."""
+
+    def named_by(self, _seq, meta):
+        """Return what names the caller: `_meta`, and headers where it says nothing."""
+        return with_named_headers(meta, self.headers, self.front.core.config.get("transport.sessionMetaKeys"))
+
+
+def with_named_headers(meta, headers, session_keys):
+    """Return `_meta` with what the Mcpx-* headers name, for hosts that can only set headers."""
+    meta = dict(meta) if isinstance(meta, dict) else {}
+    if headers.get("Mcpx-Session") and not any(isinstance(meta.get(key), str) and meta[key] for key in session_keys):
+        meta["dev.mcpx/session"] = headers["Mcpx-Session"]
+    for header, key in (("Mcpx-Parent-Session", META_PARENT), ("Mcpx-Cwd", META_CWD)):
+        if headers.get(header) and not isinstance(meta.get(key), str):
+            meta[key] = headers[header]
+    return meta
+
+
+class EventStream:
+    """The messages of one POST or of the GET stream of a session, numbered, so that a dropped
+    connection can be taken up again (2025-11-25, basic/transports)."""
+
+    def __init__(self, session, number):
+        self.session, self.number = session, number
+        self.events = collections.deque(maxlen=MAX_KEPT_EVENTS)      # (n, data)
+        self.count = 0
+        self.exchange = None
+        self.finished = None             # when the answer went out
+
+    def send(self, data, last=False):
+        """Write a message where somebody is connected, and keep it for a resumption."""
+        self.count += 1
+        self.events.append((self.count, data))
+        if last:
+            self.finished = time.monotonic()
+        if self.exchange is not None and not self.exchange.over:
+            self.exchange.event(data, "%d-%d" % (self.number, self.count))
+            if last:
+                self.exchange.end_stream()
+                self.exchange = None
+
+    def connect(self, exchange, after):
+        """Connect an exchange: what came after event number `after` first."""
+        self.exchange = exchange
+        exchange.begin_stream()
+        for number, data in list(self.events):
+            if number > after:
+                exchange.event(data, "%d-%d" % (self.number, number))
+        if self.finished is not None:
+            exchange.end_stream()
+            self.exchange = None
+
+
+class HttpSession:
+    """A legacy Streamable HTTP session: the link of its LegacyHost.
+
+    Messages that belong to a request go on that request's stream, all others on the GET
+    stream. A dropped connection is no cancel: the work goes on.
+    """
+
+    def __init__(self, front, session_id, token):
+        self.front, self.id, self.token = front, session_id, token
+        self.core = front.core
+        self.host = None
+        self.pid = None
+        self.streams = {}                # number -> EventStream of a POST
+        self.numbers = 0
+        self.get = EventStream(self, 0)
+        self.used_at = time.monotonic()
+        self.by_exchange = {}            # exchange -> EventStream that it became
+        self.exchange_headers = {}
+
+    def answer(self, seq, data):
+        """The answer to a POST."""
+        stream = self.by_exchange.pop(seq, None)
+        if stream is not None:
+            stream.send(data, last=True)
+        else:
+            seq.respond(200, data)
+
+    def refuse(self, seq, data, code):
+        """An answer with an HTTP status of its own: only for what is no request."""
+        if seq in self.by_exchange or code not in (PARSE_ERROR, INVALID_REQUEST):
+            self.answer(seq, data)
+        else:
+            seq.respond(400, data)
+
+    def settled(self, seq):
+        """A notification was taken, or a request was cancelled."""
+        stream = self.by_exchange.pop(seq, None)
+        if stream is not None:
+            stream.finished = time.monotonic()
+            if stream.exchange is not None:
+                stream.exchange.end_stream()
+        else:
+            seq.respond(ACCEPTED_STATUS)
+
+    def message(self, data, call=None):
+        """A notification or question: on the stream of the request that it belongs to."""
+        seq = call.seq if call is not None else None
+        seq = seq.seq if isinstance(seq, Batch) else seq
+        if isinstance(seq, HttpExchange) and not call.done:
+            if seq.json_only:
+                return
+            self.stream_of(seq).send(data)
+        else:
+            self.get.send(data)
+
+    def stream_of(self, exchange):
+        """Return the EventStream of a POST, which becomes one now if it was none."""
+        stream = self.by_exchange.get(exchange)
+        if stream is None:
+            self.numbers += 1
+            stream = self.by_exchange[exchange] = self.streams[self.numbers] = EventStream(self, self.numbers)
+            stream.exchange = exchange
+            exchange.begin_stream()
+            if self.host.revision == LATEST_LEGACY and not exchange.over:
+                # Older SDKs feed the empty data of a priming event to their JSON parser.
+                exchange.raw_event(b"id: %d-0\nretry: 1000\ndata: \n\n" % stream.number)
+        return stream
+
+    def keep_state(self, _state):
+        """Kept in this process for as long as the session lives."""
+
+    def named_by(self, seq, meta):
+        """Return what names the caller of a request."""
+        seq = seq.seq if isinstance(seq, Batch) else seq
+        headers = seq.headers if isinstance(seq, HttpExchange) else {}
+        return with_named_headers(meta, headers, self.core.config.get("transport.sessionMetaKeys"))
+
+    def control(self, _text):
+        """There is no shim."""
+
+    def close(self, reason):
+        """End the session."""
+        self.front.end_session(self, reason)
+
+    def sweep(self, now):
+        """Forget streams that nobody resumed in time."""
+        for number, stream in list(self.streams.items()):
+            if stream.finished is not None and now - stream.finished > RESUME_S:
+                del self.streams[number]
+
+
+class HttpFront:
+    """All HTTP connections: what is acceptable, and which host object a request is for."""
+
+    def __init__(self, core):
+        self.core = core
+        self.connections = set()
+        self.sessions = {}               # Mcp-Session-Id -> HttpSession
+        self.definitions = {}            # shared by all hosts over HTTP: they have one environment
+        self.env = base_environment(core.env)
+        self._timer = None
+
+    def adopt(self, stream, first, local):
+        """Take over a stream that speaks HTTP; `local` says that it is the unix socket."""
+        connection = HttpConnection(self, stream, local)
+        if self._timer is None:
+            self._timer = self.core.loop.call_later(HTTP_SWEEP_S, self._sweep)
+        connection._on_data(first)
+        return connection
+
+    def _sweep(self):
+        now, config = time.monotonic(), self.core.config
+        for connection in list(self.connections):
+            if connection.exchange is not None:
+                connection.exchange.sweep(now)
+            elif now - connection.since > config.get("http.idleTimeout" if not (
+                    connection.buffer or connection.head) else "http.readTimeout"):
+                if connection.buffer or connection.head:
+                    connection.refuse(HttpError(408, "the request did not arrive in time (http.readTimeout)"))
+                else:
+                    connection.stream.close("idle")
+        for session in list(self.sessions.values()):
+            session.sweep(now)
+            busy = session.host.calls or (session.get.exchange is not None and not session.get.exchange.over)
+            if busy:
+                session.used_at = now
+            elif now - session.used_at > config.get("http.sessionTimeout"):
+                self.end_session(session, "not used for a while")
+        alive = self.connections or self.sessions
+        self._timer = self.core.loop.call_later(HTTP_SWEEP_S, self._sweep) if alive else None
+
+    # -- who may ----------------------------------------------------------------------------
+
+    def admit(self, connection):
+        """Check who asks, before the body is read. Raises HttpError."""
+        method, _, _, headers = connection.head
+        if len(self.connections) > self.core.config.get("http.connections"):
+            raise HttpError(503, "too many connections (http.connections)")
+        if connection.local:
+            return                       # the socket's mode and the peer's uid have been checked
+        self._check_names(headers)
+        if self.core.config.get("http.auth") != "none":
+            self._check_token(headers)
+
+    def _check_names(self, headers):
+        """Against pages in a browser that reach us under a name of theirs (DNS rebinding)."""
+        allowed = {"localhost", "127.0.0.1", "[::1]"} | set(self.core.config.get("http.allowedHosts"))
+        host = headers.get("Host")
+        if host is not None and _host_name(host) not in allowed:
+            raise HttpError(403, "the Host header names another host (http.allowedHosts)")
+        origin = headers.get("Origin")
+        if origin is not None:
+            scheme, separator, rest = origin.partition("://")
+            if not separator or scheme not in ("http", "https") or _host_name(rest) not in allowed:
+                raise HttpError(403, "requests from this origin are not served (http.allowedHosts)")
+
+    def _check_token(self, headers):
+        scheme, _, token = (headers.get("Authorization") or "").partition(" ")
+        good = hmac.compare_digest(token.strip().encode("utf-8", "replace"), self.core.token().encode())
+        if scheme.lower() != "bearer" or not good:
+            raise HttpError(401, "a bearer token is needed; `mcpx url` shows it",
+                            [("WWW-Authenticate", 'Bearer realm="mcpx"')])
+
+    # -- what for -----------------------------------------------------------------------------
+
+    def handle(self, exchange):
+        """Serve one request. Raises HttpError."""
+        self.core.check_config()
+        path = exchange.path
+        if path == "/mcp" or path.startswith("/mcp/"):
+            self._handle_mcp(exchange, path[5:])
+        elif path.startswith("/v1/"):
+            self.core.api.handle(exchange)
+        else:
+            raise HttpError(404, "there is nothing here; servers are at /mcp/<name>")
+
+    def _names(self, text):
+        from urllib.parse import unquote
+        names = [unquote(name) for name in text.split(",") if name]
+        servers = self.core.config.servers
+        if not names:
+            raise HttpError(404, "name a server: /mcp/<%s>" % "|".join(sorted(servers)))
+        for name in names:
+            if name not in servers or servers[name].disabled:
+                raise HttpError(404, unknown_servers_text([name], self.core.config))
+        return list(dict.fromkeys(names))
+
+    def _handle_mcp(self, exchange, text):
+        names, headers = self._names(text), exchange.headers
+        session_id = headers.get("Mcp-Session-Id")
+        version = headers.get("MCP-Protocol-Version")
+        modern = version is not None and version.strip() not in LEGACY_REVISIONS
+        if exchange.method in ("GET", "DELETE") and not modern:
+            self._handle_session(exchange, session_id, names)
+        elif exchange.method != "POST":
+            raise HttpError(405, "POST only", [("Allow", "POST")])
+        else:
+            self._handle_post(exchange, names, session_id, modern)
+
+    def _handle_post(self, exchange, names, session_id, modern):
+        kind = (exchange.headers.get("Content-Type") or "").split(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpError(415, "Content-Type must be application/json")
+        accepts_json, accepts_events = accepted(exchange.headers.get("Accept"))
+        if not accepts_json and not accepts_events:
+            raise HttpError(406, "Accept must allow application/json or text/event-stream")
+        exchange.json_only = not accepts_events
+        try:
+            message = parse_json(exchange.body)
+        except RpcError as error:
+            exchange.respond_json(400, self._error(error, None))
+            return
+        if modern or is_modern(message):
+            self._handle_modern(exchange, names, message)
+        else:
+            self._handle_legacy(exchange, names, message, session_id)
+
+    def _error(self, error, host_id):
+        value = error_message(host_id, error)
+        if host_id is None:
+            del value["id"]              # D-1
+        return value
+
+    def _handle_modern(self, exchange, names, message):
+        if not isinstance(message, dict) or "method" not in message:
+            exchange.respond_json(400, self._error(RpcError(
+                INVALID_REQUEST, "Invalid Request: one request or notification object"), None))
+            return
+        try:
+            kind = message_kind(message)
+        except RpcError as error:
+            host_id = message.get("id")
+            exchange.respond_json(400, self._error(error, host_id if is_valid_id(host_id) else None))
+            return
+        if kind == "notification":
+            # No client notification exists here; ids of different hosts would collide.
+            exchange.respond(ACCEPTED_STATUS)
+            return
+        request = ModernRequest(self.core, exchange, names, Identity("none"), self.env, self.definitions)
+        exchange.on_gone = request.close
+        if exchange.json_only is False and not accepted(exchange.headers.get("Accept"))[0]:
+            exchange.begin_stream()
+        request.take(exchange, message, None, 0, exchange.headers)
+
+    def _handle_legacy(self, exchange, names, message, session_id):
+        is_initialize = isinstance(message, dict) and message.get("method") == "initialize"
+        version = exchange.headers.get("MCP-Protocol-Version")
+        if is_initialize:
+            session = self._new_session(exchange, names)
+        elif session_id is None:
+            self._without_session(exchange, names, message)
+            return
+        else:
+            session = self._session(session_id, exchange, names)
+        if version is not None and version.strip() not in LEGACY_REVISIONS:
+            raise HttpError(400, "MCP-Protocol-Version %s is not served" % printable(version))
+        session.used_at = time.monotonic()
+        exchange.on_gone = lambda: None  # a dropped connection is no cancel
+        session.host.on_line(exchange, exchange.body)
+
+    def _without_session(self, exchange, names, message):
+        if isinstance(message, dict) and message.get("method") == "server/discover":
+            # A probe of a newer client without its envelope.
+            exchange.respond_json(200, self._error(RpcError(METHOD_NOT_FOUND, "Method not found: server/discover"),
+                                                   message.get("id")))
+            return
+        raise HttpError(400, "Mcp-Session-Id is missing: send initialize first")
+
+    def _new_session(self, exchange, names):
+        if len(self.sessions) >= self.core.config.get("limits.hosts"):
+            raise HttpError(503, "too many sessions (limits.hosts)")
+        session = HttpSession(self, secrets.token_urlsafe(24), exchange.headers.get("Authorization"))
+        identity = Identity("http session", CONNECTION_PREFIX + session.id)
+        session.host = LegacyHost(self.core, session, names, identity, self.env, self.definitions)
+        session.names = names
+        self.sessions[session.id] = session
+        self.core.hosts.add(session.host)
+        exchange.extra_headers.append(("Mcp-Session-Id", session.id))
+        if self._timer is None:
+            self._timer = self.core.loop.call_later(HTTP_SWEEP_S, self._sweep)
+        return session
+
+    def _session(self, session_id, exchange, names):
+        session = self.sessions.get(session_id)
+        if session is None or session.names != names or session.token != exchange.headers.get("Authorization"):
+            raise HttpError(404, "there is no such session (any more): initialize again")
+        return session
+
+    def _handle_session(self, exchange, session_id, names):
+        """GET opens the session's stream or resumes one; DELETE ends the session."""
+        if session_id is None:
+            raise HttpError(405 if exchange.method == "GET" else 400, "Mcp-Session-Id is missing",
+                            [("Allow", "POST")])
+        session = self._session(session_id, exchange, names)
+        session.used_at = time.monotonic()
+        if exchange.method == "DELETE":
+            self.end_session(session, "ended by its host")
+            exchange.respond(204)
+            return
+        if not accepted(exchange.headers.get("Accept"))[1]:
+            raise HttpError(406, "Accept must allow text/event-stream")
+        exchange.on_gone = lambda: None
+        stream, after = session.get, session.get.count
+        last = exchange.headers.get("Last-Event-ID")
+        match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", last) if last else None
+        if match and int(match.group(1)):
+            stream, after = session.streams.get(int(match.group(1))), int(match.group(2))
+            if stream is None:
+                raise HttpError(404, "that stream cannot be resumed any more")
+        elif match:
+            after = int(match.group(2))
+        elif stream.exchange is None:
+            after = 0                    # what came before anybody listened
+        if stream.exchange is not None and not stream.exchange.over:
+            if not last:
+                raise HttpError(409, "this session has a GET stream already")
+            stream.exchange.end_stream()
+        stream.connect(exchange, after)
+
+    def end_session(self, session, reason):
+        """A session has ended: its host goes, and later use of its id is 404."""
+        if self.sessions.pop(session.id, None) is None:
+            return
+        self.core.log.info("http session of host %s ends: %s", session.host.id, reason)
+        for exchange in list(session.by_exchange):
+            exchange.end_stream()
+        if session.get.exchange is not None:
+            session.get.exchange.end_stream()
+        session.host.close()
+
+    def close(self):
+        """The daemon ends: so do all streams."""
+        for request in list(self.core.requests):
+            if request.acknowledged is not None:
+                request.end_listen()
+        for session in list(self.sessions.values()):
+            self.end_session(session, "mcpx ends")
+        for connection in list(self.connections):
+            connection.stream.close("mcpx ends")
+
+
+def _host_name(text):
+    """Return the name in a Host header or an origin, without its port, in lower case."""
+    text = text.strip().lower()
+    if text.startswith("["):
+        return text[:text.find("]") + 1]
+    return text.partition(":")[0]
+
+
+def accepted(header):
+    """Return whether an Accept header allows (JSON, an event stream); both where there is none."""
+    if header is None or not header.strip():
+        return True, True
+    kinds = set()
+    for part in header.lower().split(","):
+        kind, *parameters = [piece.strip() for piece in part.split(";")]
+        if not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters):
+            kinds.add(kind)
+    every = "*/*" in kinds
+    return (every or bool(kinds & {"application/json", "application/*"}),
+            every or bool(kinds & {"text/event-stream", "text/*"}))
+
+
 # ---------------------------------------------------------------------------
 # Daemon: how the parts start, reload and stop
 #
@@ -5675,6 +7283,247 @@ def make_private_directory(path):
     return path
 
 
+class ApiLink:
+    """The link of a request that came through the control API: its answer is the API's."""
+
+    def __init__(self, exchange, body):
+        self.exchange, self.body = exchange, body
+
+    def answer(self, _seq, data):
+        """The JSON-RPC answer becomes the API's."""
+        message = parse_json(data)
+        if "error" in message:
+            self.exchange.respond_json(400 if message["error"].get("code") == INVALID_PARAMS else 502, {"error": message["error"]})
+        else:
+            self.exchange.respond_json(200, {"result": message["result"]})
+
+    def refuse(self, seq, data, _code):
+        """The same for errors that have a status of their own elsewhere."""
+        self.answer(seq, data)
+
+    def message(self, _data, _call=None):
+        """Nobody listens for notifications here."""
+
+    def settled(self, _seq):
+        """The request was cancelled."""
+        self.exchange.respond_json(503, {"error": {"code": INTERNAL_ERROR, "message": "cancelled"}})
+
+    def keep_state(self, _state):
+        """Nothing is remembered."""
+
+    def named_by(self, _seq, meta):
+        """Return what names the caller: members of the body, else headers."""
+        meta = dict(meta)
+        for member, key in (("session", "dev.mcpx/session"), ("parentSession", META_PARENT), ("cwd", META_CWD)):
+            if isinstance(self.body.get(member), str):
+                meta[key] = self.body[member]
+        return with_named_headers(meta, self.exchange.headers, ("dev.mcpx/session",))
+
+
+API_STATUS = {METHOD_NOT_FOUND: 404, INVALID_PARAMS: 400, INVALID_REQUEST: 400}
+# Past this many events the oldest are forgotten; a client that comes back later has missed some.
+MAX_EVENTS = 1000
+
+
+class Api:
+    """The control API under /v1: JSON in and out, one shape of errors, described by itself."""
+
+    def __init__(self, core):
+        self.core = core
+        self.events = collections.deque(maxlen=MAX_EVENTS)           # (number, type, data)
+        self.watchers = set()            # exchanges that show events
+        self.count = 0
+
+    def handle(self, exchange):
+        """Serve one request."""
+        path = exchange.path[3:]
+        route = API_ROUTES.get((exchange.method, path))
+        if route is None and exchange.method == "POST" and path.startswith("/asks/"):
+            route, exchange.question = API_ROUTES[("POST", "/asks/{id}")], path[len("/asks/"):]
+        if route is None:
+            known = [method for method, known_path in API_ROUTES if known_path == path]
+            self.fail(exchange, 405 if known else 404, "there is no %s /v1%s; GET /v1/openapi.json describes what there is"
+                      % (exchange.method, printable(path)))
+            return
+        try:
+            body = parse_json(exchange.body) if exchange.body else {}
+            if not isinstance(body, dict):
+                raise RpcError(INVALID_REQUEST, "the body is no object")
+            from urllib.parse import parse_qsl
+            body = dict(parse_qsl(exchange.query), **body)
+            result = route[0](self, exchange, body)
+        except RpcError as error:
+            self.fail(exchange, API_STATUS.get(error.code, 500), error.message, error.code, error.data)
+            return
+        if result is not None:
+            exchange.respond_json(200, result)
+
+    def fail(self, exchange, status, text, code=INVALID_REQUEST, data=None):
+        """Answer with an error in the one shape that they all have."""
+        exchange.respond_json(status, {"error": RpcError(code, text, data).as_object()})
+
+    def emit(self, kind, data):
+        """Something happened: keep it for a while, and show it to who watches."""
+        self.count += 1
+        self.events.append((self.count, kind, data))
+        for exchange in list(self.watchers):
+            if exchange.over:
+                self.watchers.discard(exchange)
+            else:
+                self._show(exchange, self.count, kind, data)
+
+    def _show(self, exchange, number, kind, data):
+        exchange.raw_event(b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), number, encode_json(data)))
+
+    # -- routes ----------------------------------------------------------------------------
+
+    @staticmethod
+    def control_route(operation):
+        """Return a route that does what the command of the same name does."""
+        def route(self, exchange, body):
+            def respond(message):
+                if "error" in message:
+                    self.fail(exchange, API_STATUS.get(message["error"]["code"], 500), message["error"]["message"],
+                              message["error"]["code"])
+                else:
+                    exchange.respond_json(200, message["result"])
+            Control(self.core, respond).run(operation, {"args": body})
+        return route
+
+    def health(self, _exchange, _body):
+        """Is the daemon up, and does it use its configuration as it is?"""
+        core = self.core
+        return {"status": "stopping" if core.stopping else "ok", "version": __version__, "pid": os.getpid(),
+                "configError": core._config_error}
+
+    def protocol(self, _exchange, _body):
+        """Revisions served, what was negotiated with each upstream, the settings in force."""
+        pool = self.core.pool
+        upstreams = [{"server": i.definition.server.name, "instance": i.id, "era": i.upstream.era,
+                      "revision": i.upstream.revision, "capabilities": i.upstream.capabilities,
+                      "declared": i.capabilities} for i in pool.instances.values() if i.upstream is not None]
+        return {"revisions": {"legacy": list(LEGACY_REVISIONS), "modern": list(MODERN_REVISIONS)},
+                "transports": ["stdio", "streamable-http"], "upstreams": upstreams,
+                "settings": {row["name"]: row["value"] for row in settings_in_force(self.core.config)},
+                "sessionMetaKeys": self.core.config.get("transport.sessionMetaKeys")}
+
+    def tools(self, exchange, body):
+        """The tools of one server, from the cache."""
+        self._request(exchange, body, "tools/list", {})
+
+    def call(self, exchange, body):
+        """Call a tool: server, tool, arguments; session, parentSession, cwd name the caller."""
+        self._request(exchange, body, "tools/call", {"name": body.get("tool"), "arguments": body.get("arguments") or {}})
+
+    def resource(self, exchange, body):
+        """Read a resource: server, uri."""
+        self._request(exchange, body, "resources/read", {"uri": body.get("uri")})
+
+    def prompt(self, exchange, body):
+        """Get a prompt: server, prompt, arguments."""
+        self._request(exchange, body, "prompts/get", {"name": body.get("prompt"), "arguments": body.get("arguments") or {}})
+
+    def complete(self, exchange, body):
+        """Complete an argument: server, ref, argument, context."""
+        params = {name: body[name] for name in ("ref", "argument", "context") if name in body}
+        self._request(exchange, body, "completion/complete", params)
+
+    def _request(self, exchange, body, method, params):
+        server = self.core.server(body.get("server"))
+        request = ModernRequest(self.core, ApiLink(exchange, body), [server.name], Identity("none"),
+                                self.core.http.env, self.core.http.definitions)
+        exchange.on_gone, exchange.json_only = request.close, True
+        meta = {META_VERSION: MODERN, META_CAPABILITIES: {}}
+        request.take(exchange, {"jsonrpc": "2.0", "id": 1, "method": method, "params": dict(params, _meta=meta)})
+
+    def asks(self, _exchange, _body):
+        """Questions that are open: whose they are, until when, what they ask."""
+        return {"questions": [describe_question(q) for q in self.core.questions.by_id.values()]}
+
+    def answer(self, exchange, body):
+        """Answer an open question: a result object, or an action with content."""
+        number = exchange.question
+        question = self.core.questions.by_id.get(int(number)) if number.isdigit() else None
+        if question is None:
+            raise RpcError(INVALID_PARAMS, "there is no open question %s" % printable(number))
+        return answer_question(self.core, question, body)
+
+    def events_stream(self, exchange, _body):
+        """What happens, as it happens; `Last-Event-ID` replays what was missed."""
+        last = exchange.headers.get("Last-Event-ID") or ""
+        after = int(last) if last.isdigit() else self.count
+        exchange.on_gone = lambda: self.watchers.discard(exchange)
+        exchange.begin_stream()
+        for number, kind, data in list(self.events):
+            if number > after:
+                self._show(exchange, number, kind, data)
+        self.watchers.add(exchange)
+
+    def openapi(self, _exchange, _body):
+        """This API, described."""
+        paths = {}
+        for (method, path), (_, text, members) in API_ROUTES.items():
+            operation = {"summary": text, "responses": {"200": {"description": "done"},
+                                                        "default": {"description": "error: {error: {code, message, data}}"}}}
+            if members and method == "POST":
+                schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in members.items()}}
+                operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+            elif members:
+                operation["parameters"] = [{"name": name, "in": "query", "schema": {"type": kind}}
+                                           for name, kind in members.items()]
+            if "{id}" in path:
+                operation.setdefault("parameters", []).append(
+                    {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}})
+            paths.setdefault("/v1" + path, {})[method.lower()] = operation
+        return {"openapi": "3.1.0", "info": {"title": "mcpx", "version": __version__}, "paths": paths}
+
+
+_CALLER = {"session": "string", "parentSession": "string", "cwd": "string"}
+API_ROUTES = {
+    ("GET", "/health"): (Api.health, "is the daemon well", {}),
+    ("GET", "/status"): (Api.control_route("status"), "everything that is going on", {}),
+    ("GET", "/protocol"): (Api.protocol, "revisions, eras and settings in force", {}),
+    ("GET", "/servers"): (Api.control_route("servers"), "the configured servers", {}),
+    ("GET", "/tools"): (Api.tools, "the tools of a server", {"server": "string"}),
+    ("POST", "/call"): (Api.call, "call a tool", dict(_CALLER, server="string", tool="string", arguments="object")),
+    ("POST", "/resource"): (Api.resource, "read a resource", dict(_CALLER, server="string", uri="string")),
+    ("POST", "/prompt"): (Api.prompt, "get a prompt", dict(_CALLER, server="string", prompt="string", arguments="object")),
+    ("POST", "/complete"): (Api.complete, "complete an argument", dict(_CALLER, server="string", ref="object", argument="object")),
+    ("GET", "/asks"): (Api.asks, "open questions", {}),
+    ("POST", "/asks/{id}"): (Api.answer, "answer a question", {"action": "string", "content": "object", "result": "object"}),
+    ("GET", "/events"): (Api.events_stream, "what happens, as events", {}),
+    ("POST", "/stop"): (Api.control_route("stop"), "end an instance, a server or the daemon", {"name": "string"}),
+    ("POST", "/restart"): (Api.control_route("restart"), "end and start anew", {"name": "string"}),
+    ("POST", "/reload"): (Api.control_route("reload"), "read the configuration again", {}),
+    ("GET", "/openapi.json"): (Api.openapi, "this description", {}),
+}
+
+
+def describe_question(question):
+    """Return what a person needs to know of an open question."""
+    left = question.deadline_at - time.monotonic() if question.deadline_at else None
+    return {"id": question.id, "server": question.instance.definition.server.name, "instance": question.instance.id,
+            "method": question.method, "params": question.params, "host": question.host.id if question.host else None,
+            "why": question.why_open, "asked": question.asked_wall,
+            "deadline": round(left, 3) if left is not None else None}
+
+
+def answer_question(core, question, body):
+    """Answer an open question for a person. Raises RpcError for what is no answer to it."""
+    if isinstance(body.get("result"), dict):
+        result = body["result"]
+    elif question.method == "elicitation/create" and body.get("action") in ("accept", "decline", "cancel"):
+        result = {"action": body["action"]}
+        if body["action"] == "accept":
+            result["content"] = body.get("content") if isinstance(body.get("content"), dict) else {}
+    else:
+        raise RpcError(INVALID_PARAMS, "answer with an action (accept, decline, cancel) and content, or a result object")
+    if question.host is not None:
+        question.host.withdraw_question(question, "answered elsewhere")
+    core.questions.answer(question, {"result": result})
+    return {"answered": question.id}
+
+
 class ShimLink:
     """One connection on the socket: a shim's, a command's that speaks MCP, or a control request.
 
@@ -5692,6 +7541,16 @@ class ShimLink:
         self._resuming = []
         fd = connection.detach()
         self.stream = Stream(core.loop, fd, fd, core.config.get("limits.lineBytes"), self._on_lines, self._on_close)
+        self.stream.on_data = self._on_first
+
+    def _on_first(self, data):
+        """The first byte tells: JSON lines begin with a brace, HTTP with a letter."""
+        if data[:1] == b"{":
+            self.stream.on_data = None
+            self.stream.feed(data)
+        else:
+            self.core.links.discard(self)
+            self.core.http.adopt(self.stream, data, local=True)
 
     def _on_lines(self, lines):
         self.core.check_config()
@@ -5724,7 +7583,15 @@ class ShimLink:
         """Send the answer to the host's line number `seq`."""
         self._write(b"a%d " % seq, data)
 
-    def message(self, data):
+    def refuse(self, seq, data, _code):
+        """Answer a line that is no request."""
+        self._write(b"a%d " % seq, data)
+
+    def named_by(self, _seq, meta):
+        """Return what names the caller of a request: its `_meta` only."""
+        return meta if isinstance(meta, dict) else {}
+
+    def message(self, data, _call=None):
         """Send a message that is no answer."""
         self._write(b"m ", data)
 
@@ -5796,7 +7663,15 @@ class StdioLink:
         """Send an answer to the host."""
         self.writer.put(data + b"\n")
 
-    def message(self, data):
+    def refuse(self, _seq, data, _code):
+        """Answer a line that is no request."""
+        self.writer.put(data + b"\n")
+
+    def named_by(self, _seq, meta):
+        """Return what names the caller of a request: its `_meta` only."""
+        return meta if isinstance(meta, dict) else {}
+
+    def message(self, data, _call=None):
         """Send a message that is no answer."""
         self.writer.put(data + b"\n")
 
@@ -5847,7 +7722,13 @@ class Daemon:
         self.schemas = SchemaStore(self.loop, log, os.path.join(self.paths.state, "cache"), self.secret)
         self.questions = Questions(self.loop, log, self.config, self.new_id, self.schemas.note_asking)
         self.tasks = Tasks(self)
-        self.links, self.hosts = set(), set()
+        self.links, self.hosts, self.requests = set(), set(), set()
+        self.held = HeldCalls(self)
+        self.http, self.api = HttpFront(self), Api(self)
+        self._used_states = collections.OrderedDict()
+        self._token = None
+        self._tcp = []                                # (socket) of http.listen
+        self._tcp_address = ""
         self.degraded = collections.Counter()         # (server, scope, reason) -> count
         self.stopping = None
         self.idle_exit = False
@@ -5893,6 +7774,7 @@ class Daemon:
             self.loop.on_signal(number, lambda number=number: self.shutdown(signal.Signals(number).name))
         self.loop.on_signal(signal.SIGHUP, lambda: self.check_config(force=True))
         self.pool.orphans.find()
+        self._open_tcp()
         self._watch_config()
         self._keep_warm()
         self.log.info("mcpx %s serves %s, pid %d", __version__, self.paths.config, os.getpid())
@@ -5918,6 +7800,64 @@ class Daemon:
         self._socket_inode = os.lstat(path).st_ino
         self._listener = listener
         self.loop.watch(listener.fileno(), lambda _mask: self._accept())
+
+    def _open_tcp(self):
+        """Open, move or close the TCP door, as `http.listen` says; never fatal."""
+        wanted = self.config.get("http.listen")
+        if wanted == self._tcp_address or self.standalone or self.stopping:
+            return
+        self._close_tcp()
+        self._tcp_address = wanted
+        if not wanted:
+            return
+        try:
+            addresses = listen_addresses(wanted, self.config.get("http.auth"))
+        except UsageError as error:
+            self.log.error("http.listen: %s", error)
+            return
+        for family, address in addresses:
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                listener.bind(address)
+                listener.listen(512)
+            except OSError as error:
+                listener.close()
+                self.log.error("http.listen %s: %s; hosts over stdio are served, it is tried again", wanted, error.strerror)
+                self._tcp_address = ""
+                self.loop.call_later(5.0, self._open_tcp)
+                continue
+            listener.setblocking(False)
+            self._tcp.append(listener)
+            self.loop.watch(listener.fileno(), lambda _mask, listener=listener: self._accept_tcp(listener))
+        if self._tcp:
+            self.token()
+            if self.config.get("http.auth") == "none":
+                self.log.warning("http.auth is none: every local user and program can call as you on %s", wanted)
+            self.log.info("http on %s", wanted)
+
+    def _close_tcp(self):
+        for listener in self._tcp:
+            self.loop.unwatch(listener.fileno())
+            listener.close()
+        self._tcp = []
+
+    def _accept_tcp(self, listener):
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        if len(self.http.connections) >= self.config.get("http.connections"):
+            connection.close()
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fd = connection.detach()
+        stream = Stream(self.loop, fd, fd, READ_BYTES, None, None)
+        self.http.adopt(stream, b"", local=False)
+        self._cancel_idle_exit()
 
     def _accept(self):
         for _ in range(64):
@@ -5961,7 +7901,11 @@ class Daemon:
             link.close("newer shim")
             return
         if hello.get("role") == "control":
-            Control(self, link).run(hello.get("op"), hello)
+            def respond(message):
+                link.stream.write(encode_json(message) + b"\n")
+                link.close("answered")
+            hello["pid"] = link.pid
+            Control(self, respond).run(hello.get("op"), hello)
             return
         self._welcome(link, hello)
 
@@ -5989,7 +7933,15 @@ class Daemon:
 
     def make_host(self, link, names, hello):
         """Return the host object of a connection, with the identity that it has by itself."""
-        pid = link.pid
+        identity, env = self.caller_of(link.pid, hello)
+        host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env)
+        link.host = host
+        self.hosts.add(host)
+        self.api.emit("host", {"id": host.id, "state": "connected", "servers": host.surface.names})
+        return host
+
+    def caller_of(self, pid, hello):
+        """Return (Identity, environment) of a shim or command, from its hello and its socket."""
         session, role = hello.get("session"), hello.get("role")
         named = isinstance(session, str) and bool(session)
         if not named:
@@ -6000,10 +7952,7 @@ class Daemon:
         identity = Identity("process" if role == "serve" else "command", session, named, parent, place, pid,
                             process_start(pid) if pid else None)
         env = {str(name): str(value) for name, value in (hello.get("env") or {}).items()}
-        host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env, str(role))
-        link.host = host
-        self.hosts.add(host)
-        return host
+        return identity, env
 
     # -- what hosts ask of the core -------------------------------------------------
 
@@ -6147,7 +8096,7 @@ class Daemon:
             on_place(Place(reason=reason))
         timer = self.loop.call_later(5.0, lambda: unknown("the host did not tell its roots"))
         self._roots_asked[question_id] = (host, on_place, timer)
-        host.link.message(encode_json({"jsonrpc": "2.0", "id": question_id, "method": "roots/list"}))
+        host.link.message(encode_json({"jsonrpc": "2.0", "id": question_id, "method": "roots/list"}), None)
 
     def roots_answered(self, host, message):
         """Take an answer of a host if it is to our own roots/list; returns whether it was."""
@@ -6203,7 +8152,10 @@ class Daemon:
 
     def host_gone(self, host):
         """A host has gone: end what only its connection could name."""
+        if host not in self.hosts:
+            return                       # a single request: it could name nothing by a connection
         self.hosts.discard(host)
+        self.api.emit("host", {"id": host.id, "state": "gone"})
         for question_id in [i for i, asked in self._roots_asked.items() if asked[0] is host]:
             self._roots_asked.pop(question_id)[2].cancel()
         own = "session:%s" % host.identity.session
@@ -6221,11 +8173,68 @@ class Daemon:
         elif not slot.hosts and slot.name in self.pool.slots:
             self.loop.call_later(1.0, lambda: self._end_with_process(slot))
 
+    # -- states that hosts carry for us --------------------------------------------------------
+
+    def sign(self, payload):
+        """Return a requestState: a payload that nobody else can make or change."""
+        import base64
+        body = base64.urlsafe_b64encode(encode_json(payload)).rstrip(b"=").decode()
+        mac = hmac.new(self.secret, b"state " + body.encode(), "sha256").hexdigest()[:40]
+        return "v1.%s.%s" % (body, mac)
+
+    def unsign(self, state, digest):
+        """Return the payload of a requestState. Raises RpcError that says which check failed."""
+        import base64
+        import binascii
+        parts = state.split(".") if isinstance(state, str) else []
+        if len(parts) != 3 or parts[0] != "v1":
+            raise RpcError(INVALID_PARAMS, "requestState: it was not made here")
+        mac = hmac.new(self.secret, b"state " + parts[1].encode("utf-8", "replace"), "sha256").hexdigest()[:40]
+        if not hmac.compare_digest(mac.encode(), parts[2].encode("utf-8", "replace")):
+            raise RpcError(INVALID_PARAMS, "requestState: its signature is wrong; it was changed or not made here")
+        try:
+            payload = parse_json(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        except (binascii.Error, ValueError, RpcError):
+            raise RpcError(INVALID_PARAMS, "requestState: it cannot be read")
+        if payload.get("e", 0) < time.time():
+            raise RpcError(INVALID_PARAMS, "requestState: it has expired; start the call again")
+        if payload.get("d") != digest:
+            raise RpcError(INVALID_PARAMS, "requestState: it belongs to another request (method, name or arguments differ)")
+        return payload
+
+    def use_once(self, number):
+        """Remember that a state was used. Raises RpcError when it was before."""
+        if number in self._used_states:
+            raise RpcError(INVALID_PARAMS, "requestState: it was used already")
+        self._used_states[number] = True
+        while len(self._used_states) > 10000:
+            self._used_states.popitem(last=False)
+
+    def token(self):
+        """Return the bearer token of the TCP door; made at its first use, kept in a file of 0600."""
+        if self._token is None:
+            path = os.path.join(self.paths.state, "token")
+            try:
+                with open(path, encoding="ascii") as file:
+                    text = file.read().strip()
+            except (OSError, ValueError):
+                text = ""
+            if len(text) < 32:
+                text = secrets.token_urlsafe(32)
+                write_private_file(path, text.encode() + b"\n")
+            self._token = text
+        return self._token
+
     # -- what the pool tells -----------------------------------------------------------
+
+    def on_event(self, kind, data):
+        """Something happened that a person may want to watch."""
+        self.api.emit(kind, data)
 
     def on_question(self, instance, message):
         """A server asks something."""
         self.questions.ask(instance, message)
+        self.api.emit("question", {"server": instance.definition.server.name, "method": message["method"]})
 
     def on_lease_back(self, instance):
         """A call on an instance is over."""
@@ -6285,7 +8294,8 @@ class Daemon:
         """To the one host with a call there, else to the only host there is; never to all."""
         hosts = asking_hosts(instance) or set(instance.slot.hosts)
         if len(hosts) == 1:
-            next(iter(hosts)).on_log(params)
+            host = next(iter(hosts))
+            host.on_log(params, newest_call(instance, host))
         else:
             self.pool.counters["droppedLogs"] += 1
             self.pool.server_log(instance.definition.server.name).write(
@@ -6365,6 +8375,8 @@ class Daemon:
         self.config = self.pool.config = self.questions.config = new
         self.config_generation += 1
         self.log.level = new.get("log.level")
+        self._open_tcp()
+        self.api.emit("config", {"changed": sorted(changed)})
         self.log.info("configuration applied; changed servers: %s", ", ".join(sorted(changed)) or "none")
         for name in changed & old.servers.keys():
             what = "changed" if name in new.servers else "removed"
@@ -6422,6 +8434,7 @@ class Daemon:
         self.loop.soon(drained)
 
     def _close_door(self):
+        self._close_tcp()
         if self._listener is None:
             return
         self.loop.unwatch(self._listener.fileno())
@@ -6448,6 +8461,7 @@ class Daemon:
     def _leave(self):
         for link in list(self.links):
             link.close("mcpx has ended")
+        self.http.close()
         self.loop.call_later(0.0, self.loop.stop)
 
     def on_link_gone(self):
@@ -6461,14 +8475,35 @@ class Daemon:
 
     def _maybe_idle_exit(self):
         """A daemon that a shim started goes when nobody has used it for a while."""
-        if not self.idle_exit or self.links or self.pool.instances or self._idle_timer is not None or self.stopping:
+        if not self.idle_exit or self.links or self.http.connections or self.http.sessions or self.pool.instances or self._idle_timer is not None or self.stopping:
             return
 
         def due():
             self._idle_timer = None
-            if not self.links and not self.pool.instances:
+            if not (self.links or self.http.connections or self.http.sessions or self.pool.instances):
                 self.shutdown("idle")
         self._idle_timer = self.loop.call_later(self.config.get("idleExit"), due)
+
+
+def listen_addresses(text, auth):
+    """Return [(family, address)] of `http.listen`. Raises UsageError for what must not be.
+
+    `localhost` means both loopback families. Without a token only loopback is allowed.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError("takes an address and a port such as 127.0.0.1:7337, not %s" % text)
+    host = host.strip("[]")
+    pairs = {"localhost": [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]}.get(
+        host, [(socket.AF_INET6 if ":" in host else socket.AF_INET, host)])
+    for family, address in pairs:
+        try:
+            socket.inet_pton(family, address)
+        except OSError:
+            raise UsageError("%s is no address; write one in digits, or localhost" % host)
+        if auth == "none" and not (address.startswith("127.") or address == "::1"):
+            raise UsageError("http.auth none is refused on %s, which others can reach" % address)
+    return [(family, (address, int(port))) for family, address in pairs]
 
 
 def unknown_servers_text(unknown, config):
@@ -6496,8 +8531,8 @@ def warm_problem(config, server):
 class Control:
     """One control request of a command: an operation, its arguments, one answer."""
 
-    def __init__(self, core, link):
-        self.core, self.link = core, link
+    def __init__(self, core, respond):
+        self.core, self.reply = core, respond
 
     def run(self, operation, hello):
         """Do what was asked and answer, at once or when it is done."""
@@ -6510,11 +8545,6 @@ class Control:
                 self.reply({"result": result})
         except RpcError as error:
             self.reply({"error": error.as_object()})
-
-    def reply(self, message):
-        """Send the answer and hang up."""
-        self.link.stream.write(encode_json(message) + b"\n")
-        self.link.close("answered")
 
     def op_status(self, _args, _hello):
         """Everything that is going on."""
@@ -6532,7 +8562,7 @@ class Control:
             "servers": [self._server(server) for server in core.config.servers.values()],
             "degradations": [{"server": server, "scope": scope, "reason": reason, "count": count}
                              for (server, scope, reason), count in core.degraded.items()],
-            "questions": [self._question(q) for q in core.questions.by_id.values()],
+            "questions": [describe_question(q) for q in core.questions.by_id.values()],
             "tables": self._tables(),
             "counters": dict(pool.counters)}
 
@@ -6568,16 +8598,12 @@ class Control:
                 "nextTry": round(next_at, 3) if next_at > 0 else None,
                 "waiting": sum(slot.waiting() for slot in slots)}
 
-    def _question(self, question):
-        left = question.deadline_at - time.monotonic() if question.deadline_at else None
-        return {"id": question.id, "server": question.instance.definition.server.name, "method": question.method,
-                "host": question.host.id if question.host else None, "why": question.why_open,
-                "asked": question.asked_wall, "deadline": round(left, 3) if left is not None else None}
-
     def _tables(self):
         core, pool = self.core, self.core.pool
         upstreams = [i.upstream for i in pool.instances.values() if i.upstream is not None]
-        return {"calls": sum(len(host.calls) for host in core.hosts),
+        return {"calls": sum(len(host.calls) for host in core.hosts | core.requests),
+                "requests": len(core.requests), "held": len(core.held.by_id), "sessions": len(core.http.sessions),
+                "connections": len(core.http.connections),
                 "waiting": sum(slot.waiting() for slot in pool.slots.values()),
                 "leases": sum(i.leases for i in pool.instances.values()),
                 "questions": len(core.questions.by_id),
@@ -6589,12 +8615,10 @@ class Control:
         core = self.core
         server = core.server(args.get("server"))
         scope = core.config.get("scope", server)
-        host = core.make_host(self.link, [server.name], hello)
-        core.hosts.discard(host)
-        self.link.host = None
-        identity = host.identity.with_meta({}, (), core.new_id())
+        own, env = core.caller_of(hello.get("pid"), hello)
+        identity = own.with_meta({}, (), core.new_id())
         key = scope_key(scope, identity)
-        definition = Definition(core.config, server, identity, key, host.env, core.secret)
+        definition = Definition(core.config, server, identity, key, env, core.secret)
         slot = core.pool.slots.get((server.name, definition.digest, key.text))
         others = [s for s in core.pool.by_server.get(server.name, ()) if s.key.text == key.text
                   and s.definition.digest != definition.digest]
@@ -6690,6 +8714,24 @@ class Control:
         if error:
             raise RpcError(INVALID_PARAMS, "the configuration is not used, the last good one stays: %s" % error)
         return {"reloaded": self.core.paths.config, "servers": sorted(self.core.config.servers)}
+
+    def op_asks(self, _args, _hello):
+        """The open questions."""
+        return {"questions": [describe_question(q) for q in self.core.questions.by_id.values()]}
+
+    def op_answer(self, args, _hello):
+        """Answer an open question."""
+        number = str(args.get("id", ""))
+        question = self.core.questions.by_id.get(int(number)) if number.isdigit() else None
+        if question is None:
+            raise RpcError(INVALID_PARAMS, "there is no open question %s; `mcpx asks` lists them" % printable(number))
+        return answer_question(self.core, question, args)
+
+    def op_token(self, _args, hello):
+        """The token of the TCP door, for a command of the same user."""
+        if "pid" not in hello:
+            raise RpcError(METHOD_NOT_FOUND, "not here")
+        return {"token": self.core.token()}
 
     def op_settings(self, _args, _hello):
         """The settings in force."""
@@ -8361,6 +10403,42 @@ def doctor_directories(options, check):
           "a unix socket's path has at most %d bytes; set XDG_RUNTIME_DIR to a shorter one" % MAX_SOCKET_PATH)
 
 
+def cmd_asks(options):
+    """List the questions of servers that nobody has answered yet."""
+    data = running_daemon(options).control("asks")
+    text = table(data["questions"], [
+        ("ID", "id"), ("SERVER", "server"), ("ASKS", "method"), ("OF", lambda r: r["host"] or "anybody: %s" % r["why"]),
+        ("LEFT", lambda r: age(r["deadline"]) if r["deadline"] else "-"),
+        ("MESSAGE", lambda r: str(r["params"].get("message", ""))[:60])])
+    return Output(data, text if data["questions"] else "no question is open")
+
+
+def cmd_answer(options):
+    """Answer an open question: accept with key=value content, decline or cancel."""
+    content = {}
+    for pair in options.content:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError("%s: write the content as key=value" % pair)
+        content[name] = typed_argument(value, None)
+    args = {"id": options.id, "action": options.action, "content": content}
+    data = running_daemon(options).control("answer", args)
+    return Output(data, "answered question %s" % data["answered"])
+
+
+def cmd_url(options):
+    """Show the URL of a server over HTTP, and the header that opens it."""
+    config = load_config(options.config_file)
+    address = config.get("http.listen")
+    if not address:
+        raise Failed('HTTP is off; set "http.listen": "127.0.0.1:7337" in the top "mcpx" object')
+    client = running_daemon(options, start=True)
+    data = {"url": "http://%s/mcp/%s" % (address, options.server or "<server>"), "headers": {}}
+    if config.get("http.auth") != "none":
+        data["headers"]["Authorization"] = "Bearer " + client.control("token")["token"]
+    return Output(data, "\n".join([data["url"]] + ["%s: %s" % pair for pair in data["headers"].items()]))
+
+
 def cmd_demo_server(options):
     """Be the built-in demo server on stdin and stdout."""
     if options.start_delay:
@@ -8538,6 +10616,11 @@ COMMANDS = {
     "settings": Command(cmd_settings, "every setting, its value and meaning"),
     "config": Command(cmd_config, "show the configuration, secrets masked",
                       argument("--check", action="store_true", help="only say what is wrong with it")),
+    "asks": Command(cmd_asks, "questions of servers that wait for an answer"),
+    "answer": Command(cmd_answer, "answer one", argument("id"),
+                      argument("action", choices=("accept", "decline", "cancel")),
+                      argument("content", nargs="*", metavar="key=value")),
+    "url": Command(cmd_url, "where a server is over HTTP", argument("server", nargs="?")),
     "doctor": Command(cmd_doctor, "look for what commonly goes wrong"),
     "demo": Command(cmd_demo, "show the scopes with a built-in server"),
     "demo-server": Command(cmd_demo_server, "be the built-in server", argument("--name", default="demo"),
