@@ -1,26 +1,1073 @@
-"""The tests of mcpx, in the sections of mcpx.py: pure parts first, real processes last.
+"""The tests of mcpx, in the sections of mcpx.py, same names, same order.
 
     python3 -m pytest            everything
-    python3 -m pytest -k wire    one section
+    python3 -m pytest -k wire    what has a word in its name
 
-The bad servers of the process tests are this file run again: `test_mcpx.py --role NAME`.
+Most of it needs no process, socket or clock. Where only processes show a thing, each test has a Lab: private
+HOME and XDG directories, and so a daemon of its own. A LabHost speaks JSON lines to `mcpx.py serve`, as a coding
+agent does. The good server is `mcpx.py demo-server`; the bad ones are this file run again as
+`python test_mcpx.py --role NAME`, and write down what they saw, so that a test can look at all three ends.
+Nothing is waited for by sleeping: every wait names what it waits for and has a deadline whose failure prints
+what the hosts, the shims, the daemon and the servers have said.
 """
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
+import queue
 import random
+import select
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-
-import pytest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MCPX = os.path.join(HERE, "mcpx.py")
+
+# How long anything may take that should happen at once. Long, because a busy machine is not a bug.
+PATIENCE_S = 20
+# Between two looks at something that cannot wake us (a file, a process table).
+LOOK_EVERY_S = 0.02
+
+SESSION = "dev.mcpx/session"
+PARENT = "dev.mcpx/parent-session"
+CWD = "dev.mcpx/cwd"
+RESTARTED = "dev.mcpx/restarted"
+RELATED_TASK = "io.modelcontextprotocol/related-task"
+
+
+# ---------------------------------------------------------------------------
+# Roles: the servers that behave badly
+#
+# A role is an Upstream with one bad habit and is otherwise well behaved. It records every event (start, each
+# message, begin and end of a call, EOF, TERM) as a JSON line in the file given with --record. Runs before
+# pytest is imported: a test may start dozens of them.
+# ---------------------------------------------------------------------------
+
+
+def read_only(tool):
+    tool.hints = {"readOnlyHint": True}
+    return tool
+
+
+def wait_for_file(path):
+    while not os.path.exists(path):
+        time.sleep(LOOK_EVERY_S / 4)
+
+
+class Upstream:
+    """A decent server that writes down what happens to it."""
+
+    capabilities = {"tools": {"listChanged": True}, "resources": {"subscribe": True}, "logging": {}}
+
+    def __init__(self, options):
+        self.options = options
+        self.writing = threading.Lock()
+        self.asked = {}  # our question's id -> the queue its answer goes to
+
+    def record(self, event, **more):
+        path = self.options.get("--record")
+        if path:
+            line = json.dumps(dict(more, event=event, pid=os.getpid(), at=time.monotonic())) + "\n"
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            os.write(fd, line.encode())
+            os.close(fd)
+
+    def write(self, data, step=1 << 20):
+        with self.writing:
+            while data:
+                data = data[os.write(1, data[:step]):]
+
+    def send(self, message):
+        self.write(json.dumps(dict(message, jsonrpc="2.0")).encode() + b"\n")
+
+    def run(self):
+        self.record("start", argv=sys.argv)
+        if "--gate" in self.options:
+            wait_for_file(self.options["--gate"])
+        self.on_start()
+        for line in sys.stdin.buffer:
+            self.on_line(line)
+        self.record("eof")
+        self.on_eof()
+        os._exit(0)
+
+    def on_start(self):
+        pass
+
+    def on_eof(self):
+        pass
+
+    def on_line(self, line):
+        message = json.loads(line)
+        self.record("got", message=message if len(line) < 100_000 else {"method": message.get("method")})
+        if "method" not in message:
+            waiting = self.asked.pop(message.get("id"), None)
+            if waiting:
+                waiting.put(message)
+        elif "id" in message:
+            self.on_request(message)
+
+    def on_request(self, message):
+        method, params = message["method"], message.get("params") or {}
+        if method == "tools/call":
+            threading.Thread(target=self.run_tool, args=(message,), daemon=True).start()
+            return
+        answer = getattr(self, "on_" + method.replace("/", "_"), None)
+        if answer is None:
+            self.send({"id": message["id"], "error": {"code": -32601, "message": "no " + method}})
+        else:
+            self.send({"id": message["id"], "result": answer(params)})
+
+    def on_initialize(self, params):
+        return {"protocolVersion": params["protocolVersion"], "capabilities": self.capabilities,
+                "serverInfo": {"name": self.options["--role"], "version": "1"}}
+
+    def on_ping(self, params):
+        return {}
+
+    def on_tools_list(self, params):
+        return {"tools": self.tools()}
+
+    def on_resources_list(self, params):
+        return {"resources": [{"uri": "role://one", "name": "one"}]}
+
+    def on_resources_templates_list(self, params):
+        return {"resourceTemplates": [{"uriTemplate": "role://made-by/{name}", "name": "made"}]}
+
+    def on_resources_read(self, params):
+        return {"contents": [{"uri": params["uri"], "text": str(os.getpid())}]}
+
+    def on_resources_subscribe(self, params):
+        return {}
+
+    on_resources_unsubscribe = on_logging_setLevel = on_resources_subscribe
+
+    def tools(self):
+        found = []
+        for name in sorted(dir(self)):
+            if name.startswith("tool_"):
+                tool = {"name": name[5:], "description": name[5:], "inputSchema": {"type": "object"}}
+                hints = getattr(getattr(self, name), "hints", None)
+                found.append(dict(tool, annotations=hints) if hints else tool)
+        return found
+
+    def run_tool(self, message):
+        params = message["params"]
+        name, arguments = params["name"], params.get("arguments") or {}
+        tag = str(arguments.get("tag", ""))[:100]
+        arguments = {key: value for key, value in arguments.items() if key != "tag"}
+        self.record("begin", tool=name, tag=tag, wire_id=message["id"])
+        try:
+            result = self.call_tool(name, arguments, message)
+        except Exception as error:  # noqa: B902: a server reports its own mistakes as a failed tool
+            result = {"content": [{"type": "text", "text": repr(error)}], "isError": True}
+        self.record("end", tool=name, tag=tag)
+        if isinstance(result, str):
+            result = {"content": [{"type": "text", "text": result}]}
+        if result is not None:
+            self.send({"id": message["id"], "result": result})
+
+    def call_tool(self, name, arguments, message):
+        return getattr(self, "tool_" + name)(**arguments)
+
+    def ask(self, method, params):
+        """Ask the host; returns its whole answer."""
+        our_id = "q%d" % random.randrange(1 << 40)
+        waiting = self.asked[our_id] = queue.Queue()
+        self.record("asked", method=method)
+        self.send({"id": our_id, "method": method, "params": params})
+        return waiting.get()
+
+    @read_only
+    def tool_echo(self, text):
+        return text
+
+    def tool_whoami(self):
+        return json.dumps({"pid": os.getpid(), "cwd": os.getcwd(), "argv": sys.argv, "env": dict(os.environ)})
+
+    def tool_hold(self, until):
+        """Do not answer before a file is there; a cancel does not stop it, so that its answer comes late."""
+        wait_for_file(until)
+        return "held"
+
+    @read_only
+    def tool_watch(self, until):
+        wait_for_file(until)
+        return "watched"
+
+    def tool_touch(self, uri):
+        self.send({"method": "notifications/resources/updated", "params": {"uri": uri}})
+        return uri
+
+    def tool_link(self, uri):
+        return {"content": [{"type": "resource_link", "uri": uri, "name": uri}]}
+
+    def tool_length(self, text):
+        return str(len(text))
+
+
+class Silent(Upstream):
+    """Takes everything and never says a word."""
+
+    def on_request(self, message):
+        pass
+
+
+class Noisy(Upstream):
+    """Prints what people print on stdout: banners, colours, blank lines, JSON of other kinds, CRLF, a BOM."""
+
+    def on_start(self):
+        self.write(b"\xef\xbb\xbfWelcome to Noisy 1.0!\r\n\r\n")
+
+    def send(self, message):
+        frame = json.dumps(dict(message, jsonrpc="2.0")).encode()
+        for noise in (b"\x1b[32mINFO\x1b[0m ready", b"", b"42", b'"ok"', b'{"a":1}', b"[]", b"[1]", b"null", b"{bad"):
+            self.write(noise + b"\r\n")
+        self.write(b"\xef\xbb\xbf" + frame + b"\r\n")
+
+
+class Mortal(Upstream):
+    """Does what it is asked, notes it in a ledger, and dies before it has answered."""
+
+    def die(self, how):
+        sys.stderr.write("first words\nthe fuse blew\n")
+        sys.stderr.flush()
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "mute":  # the process goes on, nobody hears it
+            os.close(1)
+            return
+        if how == "heir":  # somebody else keeps the pipes open
+            if os.fork() == 0:
+                time.sleep(600)
+        os._exit({"exit": 3, "zero": 0, "heir": 0}[how])
+
+    def note(self, ledger, text):
+        with open(ledger, "a") as file:
+            file.write(text + "\n")
+        with open(ledger) as file:
+            return file.read().count(text)
+
+    def tool_spend(self, ledger, how="exit"):
+        self.note(ledger, "spent")
+        self.die(how)
+
+    @read_only
+    def tool_look(self, ledger, lives):
+        if self.note(ledger, "looked") <= lives:
+            self.die("exit")
+        return "seen"
+
+    def tool_repeat(self, ledger, lives):
+        if self.note(ledger, "repeated") <= lives:
+            self.die("exit")
+        return "again"
+
+    tool_repeat.hints = {"idempotentHint": True}
+
+
+class Stubborn(Upstream):
+    """Does not go when told: --ignore eof, or eof+term."""
+
+    def on_start(self):
+        signal.signal(signal.SIGTERM, self.on_term)
+
+    def on_term(self, *_):
+        self.record("term")
+        if "term" not in self.options["--ignore"]:
+            os._exit(0)
+
+    def on_eof(self):
+        while True:
+            time.sleep(1)
+
+
+class LastWords(Upstream):
+    """Writes what it was told only when it has seen the end of its input, and takes its time."""
+
+    told = ()
+
+    def on_start(self):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+
+    def tool_tell(self, text):
+        self.told += (text,)
+        return "noted"
+
+    def on_eof(self):
+        time.sleep(0.7)
+        with open(self.options["--out"], "w") as file:
+            file.write("\n".join(self.told))
+
+
+class Brood(Upstream):
+    """Starts helpers that leave its process group: one in its own session, one that nobody is the parent of."""
+
+    def on_start(self):
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        helper = ["sh", "-c", "sleep 600; :", self.options["--out"]]
+        pids = [subprocess.Popen(helper, start_new_session=True, **quiet).pid]
+        read_end, write_end = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            os.setsid()
+            orphan = subprocess.Popen(helper, start_new_session=True, **quiet)
+            os.write(write_end, str(orphan.pid).encode())
+            os._exit(0)
+        os.waitpid(middle, 0)
+        pids.append(int(os.read(read_end, 20)))
+        if "--kept" in self.options:
+            pids.append(subprocess.Popen([self.options["--kept"], "600"], start_new_session=True, **quiet).pid)
+        self.pids = pids
+
+    def tool_helpers(self):
+        return json.dumps(self.pids)
+
+
+class Flood(Upstream):
+    """Says far more than anybody asked for."""
+
+    def tool_flood(self, kind, count):
+        if kind == "stderr":
+            for n in range(count):
+                sys.stderr.write("complaint %d %s\n" % (n, "x" * 200))
+            return "complained"
+        flood = {
+            "log": {"method": "notifications/message", "params": {"level": "info", "data": "x" * 500}},
+            "list": {"method": "notifications/tools/list_changed"},
+            "answers": {"id": 999_999_999, "result": {}},
+            "unknown": {"method": "notifications/never/heard/of"},
+        }[kind]
+        for _ in range(count):
+            self.send(flood)
+        return "flooded"
+
+
+class Deaf(Upstream):
+    """Stops reading once it has been greeted."""
+
+    def on_line(self, line):
+        super().on_line(line)
+        if b"notifications/initialized" in line:
+            while True:
+                time.sleep(1)
+
+
+class HeadFirst(Upstream):
+    """Reads nothing while an answer of its own is being taken."""
+
+    def on_request(self, message):
+        if message["method"] == "tools/call":
+            self.run_tool(message)
+        else:
+            super().on_request(message)
+
+    def tool_fat(self, size):
+        return "x" * size
+
+
+class Closing(HeadFirst):
+    """Closes an end of its own pipes and lives on."""
+
+    def tool_shut(self, fd):
+        if fd == 0:
+            os.close(0)
+            self.send({"method": "notifications/shut"})
+        else:
+            os.close(fd)
+        while True:
+            time.sleep(1)
+
+
+class Old(Upstream):
+    """Knows the first revision only."""
+
+    def on_initialize(self, params):
+        return dict(super().on_initialize(params), protocolVersion="2024-11-05")
+
+
+class Strict(Upstream):
+    """Exits on a second handshake, and on anything but a handshake before it."""
+
+    stage = ("initialize", "notifications/initialized")
+
+    def on_line(self, line):
+        method = json.loads(line).get("method")
+        if self.stage:
+            if method != self.stage[0]:
+                os._exit(4)
+            self.stage = self.stage[1:]
+            time.sleep(0.2)  # a handshake that takes a while: whoever is impatient is caught
+        elif method in ("initialize", "notifications/initialized"):
+            os._exit(5)
+        super().on_line(line)
+
+
+class Lock(Upstream):
+    """Holds a file for as long as it lives, as a browser its profile, and takes a second to go."""
+
+    def on_start(self):
+        self.held = open(self.options["--lock"], "w")
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.record("collision")
+            sys.stderr.write("profile is in use\n")
+            os._exit(6)
+
+    def on_eof(self):
+        time.sleep(0.7)
+
+
+class Pages(Upstream):
+    """Lists its tools two at a time; one of its cursors is the empty string."""
+
+    def on_tools_list(self, params):
+        tools = self.tools()
+        start = int(params["cursor"] or 4) if "cursor" in params else 0
+        page = {"tools": tools[start:start + 2]}
+        if start + 2 < len(tools):
+            page["nextCursor"] = "" if start + 2 == 4 else str(start + 2)
+        return page
+
+
+class Versions(Upstream):
+    """Has the tools that a file names, and reads it anew each time."""
+
+    def tools(self):
+        with open(self.options["--tools"]) as file:
+            return super().tools() + [{"name": n, "inputSchema": {"type": "object"}} for n in file.read().split()]
+
+    def tool_announce(self, times=1):
+        for _ in range(times):
+            self.send({"method": "notifications/tools/list_changed"})
+        return "announced"
+
+    def tool_exit(self):
+        os._exit(0)
+
+
+class Bytes(Upstream):
+    """Writes answers that are not quite answers."""
+
+    def call_tool(self, name, arguments, message):
+        frame = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result":
+                            {"content": [{"type": "text", "text": "TEXT"}]}}).encode()
+        odd = {
+            "bad_utf8": frame.replace(b"TEXT", b"\xff\xfe") + b"\n",
+            "raw_nul": frame.replace(b"TEXT", b"a\0b") + b"\n",
+            "surrogate": frame.replace(b"TEXT", b"\\ud800") + b"\n",
+            "half": frame[:len(frame) // 2],
+            "bare": frame,
+            "glued": b"no newline here" + frame + b"\n",
+            "drops": None,
+        }
+        if name not in odd:
+            return super().call_tool(name, arguments, message)
+        if name == "drops":
+            self.write(frame.replace(b"TEXT", "aé漢😀z".encode()) + b"\n", step=1)
+            return None
+        self.write(odd[name])
+        if name in ("half", "bare"):
+            os._exit(0)
+        return None
+
+    @read_only
+    def tool_bad_utf8(self):
+        """Listed only: call_tool answers."""
+
+    tool_raw_nul = tool_surrogate = tool_glued = tool_drops = tool_bad_utf8
+
+    def tool_half(self):
+        """Listed only."""
+
+    tool_bare = tool_half
+
+
+class Curious(Upstream):
+    """Asks its host, once a file is there."""
+
+    QUESTIONS = {
+        "elicitation/create": {"message": "who?", "requestedSchema": {
+            "type": "object", "properties": {"answer": {"type": "string"}}}},
+        "sampling/createMessage": {"maxTokens": 5, "messages": [
+            {"role": "user", "content": {"type": "text", "text": "hi"}}]},
+        "roots/list": {},
+    }
+
+    def tool_inquire(self, method="elicitation/create", after=None):
+        if after:
+            wait_for_file(after)
+        answer = self.ask(method, self.QUESTIONS[method])
+        return json.dumps(answer.get("result") or answer)
+
+
+class Tasks(Upstream):
+    """Core tasks of 2025-11-25."""
+
+    capabilities = dict(Upstream.capabilities, tasks={"list": {}, "cancel": {}, "requests": {"tools": {"call": {}}}})
+
+    def on_start(self):
+        self.open = {}  # task id -> [task, its result or None]
+
+    def tools(self):
+        return [dict(tool, execution={"taskSupport": "optional"}) if tool["name"] == "hold" else tool
+                for tool in super().tools()]
+
+    def on_request(self, message):
+        params = message.get("params") or {}
+        if message["method"] == "tools/call" and "task" in params:
+            now = "2026-01-01T00:00:00Z"
+            task = {"taskId": "t%d" % len(self.open), "status": "working", "createdAt": now,
+                    "lastUpdatedAt": now, "ttl": None, "pollInterval": 50}
+            self.open[task["taskId"]] = [task, None]
+            self.send({"id": message["id"], "result": {"task": dict(task)}})
+            threading.Thread(target=self.work, args=(task["taskId"], params), daemon=True).start()
+        elif message["method"] == "tasks/result":
+            threading.Thread(target=self.give_result, args=(message,), daemon=True).start()
+        elif message["method"].startswith("tasks/") and "taskId" in params and params["taskId"] not in self.open:
+            self.send({"id": message["id"], "error": {"code": -32602, "message": "no such task"}})
+        else:
+            super().on_request(message)
+
+    def work(self, task_id, params):
+        text = self.call_tool(params["name"], params["arguments"], None)
+        self.settle(task_id, "completed", {"content": [{"type": "text", "text": text}]})
+
+    def settle(self, task_id, status, result):
+        entry = self.open[task_id]
+        if entry[0]["status"] == "working":
+            entry[1] = result
+            entry[0]["status"] = status
+
+    def give_result(self, message):
+        task_id = message["params"]["taskId"]
+        while self.open[task_id][1] is None:
+            time.sleep(LOOK_EVERY_S / 4)
+        result = dict(self.open[task_id][1], _meta={RELATED_TASK: {"taskId": task_id}})
+        self.send({"id": message["id"], "result": result})
+
+    def on_tasks_get(self, params):
+        return self.open[params["taskId"]][0]
+
+    def on_tasks_list(self, params):
+        return {"tasks": [entry[0] for entry in self.open.values()]}
+
+    def on_tasks_cancel(self, params):
+        self.settle(params["taskId"], "cancelled", {"content": [], "isError": True})
+        return self.open[params["taskId"]][0]
+
+
+class Broken(Upstream):
+    """Fails before it has said hello, in the way that --how names, until the file --repaired is there."""
+
+    def on_start(self):
+        if os.path.exists(self.options.get("--repaired", "")):
+            return
+        how = self.options["--how"]
+        if how != "quiet":
+            sys.stderr.write("".join("line %d\n" % n for n in range(1, 5)) + "no key: set DEMO_KEY\n")
+            sys.stderr.flush()
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "refuse":
+            os._exit(2 if how == "exit" else 0)
+
+    def on_request(self, message):
+        if self.options["--how"] == "refuse":
+            self.send({"id": message["id"], "error": {"code": -31999, "message": "licence expired"}})
+        else:
+            super().on_request(message)
+
+
+ROLES = {role.__name__.lower(): role for role in (
+    Upstream, Silent, Noisy, Mortal, Stubborn, LastWords, Brood, Flood, Deaf, HeadFirst, Closing, Old, Strict, Lock, Pages,
+    Versions, Bytes, Curious, Tasks, Broken)}
+
+
+def play_role(arguments):
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    ROLES[options["--role"]](options).run()
+
+
+if __name__ == "__main__":
+    play_role(sys.argv[1:])
+
+import pytest  # noqa: E402: see the banner above
+
 sys.path.insert(0, HERE)
 import mcpx  # noqa: E402
+
+
+# ---------------------------------------------------------------------------
+# The lab: private directories, hosts, commands, and what must be left behind: nothing
+# ---------------------------------------------------------------------------
+
+
+def is_running(pid):
+    """Whether the process lives; a zombie does not."""
+    try:
+        with open("/proc/%d/stat" % pid) as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return False
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], stdout=subprocess.PIPE).stdout.strip()
+    return bool(state) and not state.startswith(b"Z")
+
+
+def tail(path, size=6000):
+    with open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - size))
+        return file.read().decode("utf-8", "replace")
+
+
+class Refused(Exception):
+    """A request was answered with a JSON-RPC error."""
+
+    def __init__(self, error):
+        super().__init__(json.dumps(error))
+        self.error = error
+
+
+class Host:
+    """A coding agent's end of `mcpx.py serve NAME …`: it sends, and keeps all that it has seen."""
+
+    def __init__(self, lab, names, cwd=None, env=None, revision="2025-06-18", capabilities=None, replies=None,
+                 reads=True):
+        self.lab, self.names = lab, names
+        self.revision, self.capabilities = revision, capabilities or {}
+        self.replies = dict({"ping": lambda params: {}}, **(replies or {}))  # questions answered by themselves
+        self.welcome = None  # the answer to `initialize`
+        self.seen, self.news = [], threading.Condition()
+        self.writing, self.last_id = threading.Lock(), 0
+        self.errors_path = lab.path("shim-%d.err" % len(lab.hosts))
+        with open(self.errors_path, "wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, MCPX, "serve", *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=errors, cwd=cwd or lab.work, env=dict(lab.env, **(env or {})), start_new_session=True)
+        self.pid = self.process.pid
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        if reads:
+            self.reader.start()
+
+    # -- what comes in
+
+    def _read(self):
+        for line in self.process.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = {"garbage": line}
+            if isinstance(message, dict) and message.get("method") in self.replies and "id" in message:
+                reply = self.replies[message["method"]](message.get("params"))
+                self.send({"id": message["id"], "result": reply})
+            with self.news:
+                self.seen.append(message)
+                self.news.notify_all()
+        with self.news:
+            self.seen.append({"end": True})
+            self.news.notify_all()
+
+    def expect(self, test, what, within=PATIENCE_S, kind=dict):
+        """The first message, past or to come, for which `test` is true; a batch is one of kind `list`."""
+        deadline, looked = time.monotonic() + within, 0
+        with self.news:
+            while True:
+                for message in self.seen[looked:]:
+                    if isinstance(message, kind) and test(message):
+                        return message
+                looked = len(self.seen)
+                ended = looked and self.seen[-1] == {"end": True}
+                if ended or not self.news.wait(max(0, deadline - time.monotonic())):
+                    break
+        pytest.fail("host %s did not see %s%s\n%s" % (
+            "+".join(self.names), what, ", its server ended" if ended else "", self.lab.report()))
+
+    def all(self, method):
+        with self.news:
+            return [m for m in self.seen if isinstance(m, dict) and m.get("method") == method]
+
+    def answers(self, host_id):
+        with self.news:
+            return [m for m in self.seen if isinstance(m, dict) and "method" not in m
+                    and same_id(m.get("id"), host_id)]
+
+    def answer(self, host_id, within=PATIENCE_S):
+        return self.expect(lambda m: "method" not in m and "id" in m and same_id(m["id"], host_id),
+                           "an answer to %r" % (host_id,), within)
+
+    def notification(self, method, within=PATIENCE_S, **params):
+        def matches(message):
+            return message.get("method") == method and params.items() <= message.get("params", {}).items()
+        return self.expect(matches, "%s %s" % (method, params or ""), within)
+
+    # -- what goes out
+
+    def write(self, data):
+        with self.writing:
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+
+    def send(self, message):
+        self.write(json.dumps(dict(message, jsonrpc="2.0"), ensure_ascii=False).encode() + b"\n")
+
+    def notify(self, method, **params):
+        self.send({"method": method, "params": params})
+
+    def request(self, method, params=None, host_id=None):
+        if host_id is None:
+            self.last_id += 1
+            host_id = self.last_id
+        self.send({"id": host_id, "method": method, "params": params or {}})
+        return host_id
+
+    def ask(self, method, params=None, within=PATIENCE_S):
+        answer = self.answer(self.request(method, params), within)
+        if "error" in answer:
+            raise Refused(answer["error"])
+        return answer["result"]
+
+    def begin(self, tool, meta=None, host_id=None, task=None, **arguments):
+        """Send a call and do not wait; returns its id."""
+        params = {"name": tool, "arguments": arguments}
+        if meta:
+            params["_meta"] = meta
+        if task is not None:
+            params["task"] = task
+        return self.request("tools/call", params, host_id)
+
+    def result(self, host_id, within=PATIENCE_S):
+        answer = self.answer(host_id, within)
+        if "error" in answer:
+            raise Refused(answer["error"])
+        return answer["result"]
+
+    def call(self, tool, meta=None, within=PATIENCE_S, **arguments):
+        """Call and wait; the text of the result."""
+        return text_of(self.result(self.begin(tool, meta, **arguments), within))
+
+    def whoami(self, meta=None, prefix=""):
+        result = self.result(self.begin(prefix + "whoami", meta))
+        return result.get("structuredContent") or json.loads(text_of(result))
+
+    def hello(self):
+        """Send `initialize` only; returns its id."""
+        return self.request("initialize", {
+            "protocolVersion": self.revision, "capabilities": self.capabilities,
+            "clientInfo": {"name": "lab", "version": "1"}})
+
+    def greet(self, within=PATIENCE_S):
+        self.welcome = self.result(self.hello(), within)
+        self.notify("notifications/initialized")
+        return self
+
+    def tools(self):
+        return [tool["name"] for tool in self.ask("tools/list")["tools"]]
+
+    def settle(self):
+        """Whatever the daemon sent to this host before now has been seen afterwards."""
+        self.ask("tools/list")
+
+    # -- the end
+
+    def close(self, within=PATIENCE_S):
+        """As a host does that ends in good order; returns the shim's exit status."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        if not self.reader.is_alive() and self.reader.ident is None:
+            self.process.stdout.close()
+        try:
+            status = self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail("the shim did not end after the end of its input\n" + self.lab.report())
+        if self.reader.ident is not None:
+            self.reader.join(PATIENCE_S)
+        garbage = [m for m in self.seen if isinstance(m, dict) and "garbage" in m]
+        assert not garbage, "a host was sent what is not JSON"
+        return status
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def same_id(one, other):
+    return type(one) is type(other) and one == other
+
+
+def text_of(result):
+    assert not result.get("isError"), result
+    return "".join(block.get("text", "") for block in result["content"])
+
+
+def is_lost(error):
+    """The mark is what counts, never the words."""
+    return error["code"] == -32000 and error.get("data") == {"mcpxStreamLost": True}
+
+
+class Lab:
+    """Private directories, one configuration, and everything that a test starts in them."""
+
+    def __init__(self, root):
+        self.root = root
+        self.hosts = []
+        for name in ("home", "config", "state", "cache", "tmp", "work"):
+            os.mkdir(self.path(name))
+        self.home, self.work, self.state = self.path("home"), self.path("work"), self.path("state")
+        # A unix socket's path may have 104 bytes; a test's own directory can be longer than that.
+        self.runtime = tempfile.mkdtemp(prefix="mx", dir="/tmp")
+        self.config = self.path("config", "mcpx", "config.json")
+        os.mkdir(os.path.dirname(self.config))
+        self.env = {
+            "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": self.home, "TMPDIR": self.path("tmp"),
+            "XDG_CONFIG_HOME": self.path("config"), "XDG_STATE_HOME": self.state,
+            "XDG_CACHE_HOME": self.path("cache"), "XDG_RUNTIME_DIR": self.runtime}
+
+    def path(self, *parts):
+        return os.path.join(self.root, *parts)
+
+    def directory(self, *parts):
+        os.makedirs(self.path(*parts), exist_ok=True)
+        return self.path(*parts)
+
+    # -- configuration
+
+    def configure(self, servers, **settings):
+        """Write the configuration; `_` in a setting's name stands for a dot."""
+        # A host that leaves in the middle of a call does not want its answer; None asks for the default.
+        settings = dict({"shim_drainTimeout": "200ms", "drainTimeout": "500ms"}, **settings)
+        settings = {name.replace("_", "."): value for name, value in settings.items() if value is not None}
+        self.write_config(json.dumps({"mcpServers": servers, "mcpx": settings}, indent=1))
+
+    def write_config(self, text):
+        with open(self.config + ".new", "w") as file:
+            file.write(text)
+        os.rename(self.config + ".new", self.config)
+
+    def record_of(self, name):
+        """Where the role called `name` writes down what it sees."""
+        return self.path(name + ".record")
+
+    def role(self, role, name=None, *options, **settings):
+        """A server's entry: a role of this file, recorded under `name`."""
+        record = ["--record", self.record_of(name)] if name else []
+        return entry([os.path.abspath(__file__), "--role", role, *record, *options], settings)
+
+    def seen(self, name, event=None, **fields):
+        """The events that a role recorded, in order."""
+        try:
+            with open(self.record_of(name)) as file:
+                events = [json.loads(line) for line in file]
+        except FileNotFoundError:
+            return []
+        return [e for e in events if event in (None, e["event"]) and fields.items() <= e.items()]
+
+    def got(self, name, method):
+        """The messages of one method that reached a role."""
+        return [e["message"] for e in self.seen(name, "got") if e["message"].get("method") == method]
+
+    # -- processes
+
+    def start(self, *names, **options):
+        host = Host(self, names, **options)
+        self.hosts.append(host)
+        return host
+
+    def host(self, *names, **options):
+        """A host that has been greeted."""
+        return self.start(*names, **options).greet()
+
+    def run(self, *arguments, cwd=None, env=None, input=None, within=60):
+        try:
+            return subprocess.run(
+                [sys.executable, MCPX, *arguments], cwd=cwd or self.work, env=dict(self.env, **(env or {})),
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, input=input, timeout=within,
+                universal_newlines=True, start_new_session=True)
+        except subprocess.TimeoutExpired:
+            pytest.fail("mcpx %s did not return\n%s" % (" ".join(arguments), self.report()))
+
+    def command(self, *arguments, **options):
+        """A command that must succeed; its output, parsed when it was asked for as JSON."""
+        done = self.run(*arguments, **options)
+        assert done.returncode == 0, "mcpx %s: %s\n%s\n%s" % (
+            " ".join(arguments), done.returncode, done.stderr, self.report())
+        return json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+    def status(self):
+        return self.command("status", "--json")
+
+    def daemon_pid(self):
+        return self.status()["daemon"]["pid"]
+
+    def instances(self, server=None):
+        return [i for i in self.status()["instances"] if server in (None, i["server"])]
+
+    def pids(self, server):
+        return sorted(i["pid"] for i in self.instances(server) if i["pid"])
+
+    def processes(self):
+        """All that runs on this lab's account, by pid: found by its environment or its command line."""
+        mark, found = ("XDG_STATE_HOME=" + self.state).encode(), {}
+        if not os.path.isdir("/proc/self"):
+            listing = subprocess.run(["ps", "-axo", "pid=,command="], stdout=subprocess.PIPE).stdout
+            rows = [line.split(None, 1) for line in listing.splitlines()]
+            return {int(pid): command.decode() for pid, command in rows if self.root.encode() in command}
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open("/proc/%s/environ" % pid, "rb") as environ, open("/proc/%s/cmdline" % pid, "rb") as line:
+                    command = line.read()
+                    mine = mark in environ.read().split(b"\0") or self.root.encode() in command
+            except OSError:
+                continue
+            if mine and int(pid) != os.getpid() and is_running(int(pid)):
+                found[int(pid)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
+        return found
+
+    # -- waiting
+
+    def wait_for(self, what, probe, within=PATIENCE_S):
+        deadline = time.monotonic() + within
+        while True:
+            found = probe()
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                pytest.fail("waited in vain for %s\n%s" % (what, self.report()))
+            time.sleep(LOOK_EVERY_S)
+
+    def wait_gone(self, *pids, within=PATIENCE_S):
+        self.wait_for("the end of %s" % (pids,), lambda: not any(map(is_running, pids)), within)
+
+    def wait_begun(self, name, tag=None, count=1):
+        """Until that many calls (with that tag) are being worked on by the role."""
+        fields = {"tag": tag} if tag else {}
+        self.wait_for("a call %s to reach %s" % (tag or "", name),
+                      lambda: len(self.seen(name, "begin", **fields)) >= count)
+
+    def gate(self, name):
+        return self.path(name + ".gate")
+
+    def open_gate(self, name):
+        with open(self.gate(name), "w"):
+            pass
+
+    def report(self):
+        """What everybody has said, for the message of a failed test."""
+        parts = []
+        for host in self.hosts[-12:]:
+            with host.news:
+                seen = "\n".join(json.dumps(m, default=repr)[:300] for m in host.seen[-8:])
+            parts.append("--- host %s (pid %d, %s) saw\n%s\n%s" % (
+                "+".join(host.names), host.pid, host.process.poll(), seen, tail(host.errors_path, 1500)))
+        for folder, _, files in os.walk(os.path.join(self.state, "mcpx", "logs")):
+            parts += ["--- %s\n%s" % (name, tail(os.path.join(folder, name))) for name in files]
+        # A command line may hold a whole program; its end tells who it is.
+        parts += ["--- processes"] + ["%d %s" % (pid, line[-200:]) for pid, line in self.processes().items()]
+        return "\n".join(parts)
+
+    # -- the end
+
+    def send_home(self):
+        """End the hosts, all at once and in good order."""
+        for host in self.hosts:
+            with contextlib.suppress(OSError):
+                host.process.stdin.close()
+        for host in self.hosts:
+            host.close()
+        self.hosts = []
+
+    def close(self):
+        """End everything in good order, then say what was left behind."""
+        left = []
+        try:
+            self.send_home()
+            done = self.run("stop")
+            if done.returncode not in (0, 1):
+                left.append("stop failed: %s" % done.stderr)
+            deadline = time.monotonic() + PATIENCE_S
+            while self.processes() and time.monotonic() < deadline:
+                time.sleep(LOOK_EVERY_S)
+            left += ["process %d: %s" % (pid, line[-200:]) for pid, line in self.processes().items()]
+            left += self.leftovers()
+            assert not left, "left behind: %s\n%s" % ("\n".join(left), self.report())
+        finally:
+            for pid in self.processes():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            for host in self.hosts:
+                host.kill()
+            shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def leftovers(self):
+        """Sockets, temporary directories and records of children that nobody needs any more."""
+        sockets = [os.path.join(folder, name) for top in (self.runtime, self.path("tmp"))
+                   for folder, _, files in os.walk(top) for name in files if name.endswith(".sock")]
+        records = self.path("state", "mcpx", "children")
+        temporary = [name for name in os.listdir(self.path("tmp")) if name != "mcpx-%d" % os.getuid()]
+        return sockets + temporary + (os.listdir(records) if os.path.isdir(records) else [])
+
+
+def entry(arguments, settings):
+    """A server started by this interpreter; `env`, `cwd` and `inherit` are the entry's, the rest are settings."""
+    own = {key: settings.pop(key) for key in ("env", "cwd", "envFile") if key in settings}
+    return dict(own, command=sys.executable, args=arguments, mcpx=settings)
+
+
+def demo(*options, **settings):
+    return entry([MCPX, "demo-server", *options], settings)
+
+
+def new_lab(root):
+    lab = Lab(os.path.realpath(root))
+    try:
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A lab for one test."""
+    yield from new_lab(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def calm_lab(tmp_path_factory):
+    for lab in new_lab(str(tmp_path_factory.mktemp("calm"))):
+        lab.configure({
+            "demo": demo(scope="session"),
+            "common": demo(scope="global"),
+            "bytes": lab.role("bytes", "bytes", scope="session"),
+            "noisy": lab.role("noisy", "noisy", scope="session"),
+            "plain": lab.role("upstream", "plain", scope="session"),
+            "together": lab.role("upstream", "together", scope="global"),
+            "old": lab.role("old", None, scope="global"),
+            "headfirst": lab.role("headfirst", "headfirst", scope="session"),
+            "flood": lab.role("flood", "flood", scope="session"),
+            "alone": lab.role("upstream", "alone", scope="global", sharing="exclusive"),
+            "pages": lab.role("pages", "pages", scope="global"),
+            "paged": demo("--page", "2", scope="global"),
+        }, backoff_first="50ms", backoff_max="100ms")
+        yield lab
+
+
+@pytest.fixture
+def calm(calm_lab):
+    """One lab for all the tests that leave its daemon as they found it."""
+    yield calm_lab
+    calm_lab.send_home()
 
 
 # ---------------------------------------------------------------------------
@@ -94,7 +1141,7 @@ def test_the_readme_has_the_settings_as_they_are():
 
 
 # ---------------------------------------------------------------------------
-# Wire
+# Wire: where a message ends, and what is one
 # ---------------------------------------------------------------------------
 
 FRAMES = [b'{"a":1}', "{\"text\":\"né 漢字 🎉\"}".encode(), b"", b"x" * 5000, b'["\xff"]', b"\r", b"last"]
@@ -199,8 +1246,248 @@ def test_wire_the_id_of_an_unreadable_line_is_told_only_where_it_is_plain(head, 
     assert mcpx.guess_id(head) == expected
 
 
+ODD_TEXT = "aé漢😀\u2028\u0000\\\"z"
+
+
+def as_line(message):
+    return json.dumps(dict(message, jsonrpc="2.0"), ensure_ascii=False).encode() + b"\n"
+
+
+def echo_request(host_id, text):
+    return {"id": host_id, "method": "tools/call", "params": {"name": "echo", "arguments": {"text": text}}}
+
+
+def test_a_message_that_arrives_byte_by_byte_is_one_message(calm):
+    host = calm.host("demo")
+    for byte in as_line(echo_request("split", ODD_TEXT)):
+        host.write(bytes([byte]))
+    assert text_of(host.result("split")) == ODD_TEXT
+
+
+def test_a_message_may_be_cut_at_any_byte(calm):
+    """Each message is cut at another place; its second half travels together with the first half of the next."""
+    host = calm.host("demo")
+    lines = [as_line(echo_request(n, ODD_TEXT)) for n in range(100, 300)]
+    rest = b""
+    for n, line in enumerate(lines):
+        cut = n % len(line)
+        host.write(rest + line[:cut])
+        rest = line[cut:]
+    host.write(rest)
+    assert [text_of(host.result(n)) for n in range(100, 300)] == [ODD_TEXT] * 200
+
+
+@pytest.mark.parametrize("before, after", [
+    (b"", b"\r\n"), (b"\xef\xbb\xbf", b"\n"), (b"\n\r\n  \n", b"\n"), (b"", b"  \n\n\n")],
+    ids=["crlf", "bom", "blank-lines-before", "blanks-after"])
+def test_what_other_systems_put_around_a_line_is_understood(calm, before, after):
+    host = calm.start("demo")
+    for message in ({"id": 1, "method": "initialize", "params": {
+            "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}},
+            {"method": "notifications/initialized"}, echo_request(2, "x")):
+        host.write(before + as_line(message)[:-1] + after)
+    assert host.result(1)["protocolVersion"] == "2025-06-18"
+    assert text_of(host.result(2)) == "x"
+
+
+@pytest.mark.parametrize("line", [
+    b"{bad", b"{}", b"42", b'"ok"', b"null", b"[]", b"\0\0\0", b'{"jsonrpc":"2.0","method":5,"id":"m5"}',
+    b'{"jsonrpc":"2.0","id":"nul","method":"tools/call","params":{"name":"echo","arguments":{"text":"a\0b"}}}',
+    b'{"jsonrpc":"2.0","id":"utf","method":"tools/call","params":{"name":"echo","arguments":{"text":"\xff"}}}',
+    b'{"jsonrpc":"2.0","id":"deep","method":"ping","params":' + b'{"a":' * 3000 + b"1" + b"}" * 3000 + b"}",
+    b'{"jsonrpc":"2.0","id":4711,"result":{"nobody":"asked"}}',
+    b'{"jsonrpc":"2.0","id":4711,"error":{"code":1,"message":"nobody asked"}}',
+    b'{"jsonrpc":"2.0","method":"notifications/never/heard/of","params":{"a":1}}',
+    b'{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":{"odd":1}}}',
+    b'{"jsonrpc":"2.0","method":"notifications/progress","params":{"progressToken":[],"progress":"x"}}',
+], ids=["bad-json", "empty-object", "number", "string", "null", "empty-batch", "nul-bytes", "method-is-a-number",
+        "nul-in-a-string", "invalid-utf8", "nested-deep", "unasked-result", "unasked-error",
+        "unknown-notification", "cancel-of-nonsense", "progress-of-nonsense"])
+def test_a_bad_line_of_a_host_costs_that_line_only(calm, line):
+    host = calm.host("plain", revision="2025-11-25")
+    pid = host.whoami()["pid"]
+    before = len(calm.seen("plain", "got", pid=pid))
+    host.write(line + b"\n")
+    assert host.call("echo", text="next") == "next"
+    assert host.whoami()["pid"] == pid
+    mine = [e["message"].get("method") for e in calm.seen("plain", "got", pid=pid)[before:]]
+    others = ("notifications/never/heard/of", "ping", "tools/list", "resources/list", "resources/templates/list")
+    assert [m for m in mine if m not in others] == ["tools/call", "tools/call"]
+
+
+@pytest.mark.parametrize("line, code", [
+    (b'{"jsonrpc":"2.0","id":3,"method":5}', -32600),
+    (b'{"jsonrpc":"2.0","id":3}', -32600),
+    (b'{"jsonrpc":"2.0","id":3,"method":"tools/call","params":[1]}', None),
+    (b'{"jsonrpc":"2.0","id":3,"method":"tools/call","params":{"name":7}}', None),
+    (b'{"jsonrpc":"2.0","id":3,"method":"no/such/method"}', -32601)])
+def test_a_bad_request_is_refused_under_its_own_id(calm, line, code):
+    host = calm.host("demo", revision="2025-11-25")
+    host.last_id = 10
+    host.write(line + b"\n")
+    answer = host.answer(3)
+    assert "error" in answer or answer["result"].get("isError")
+    assert code is None or answer["error"]["code"] == code
+    assert host.call("echo", text="x") == "x"
+
+
+def test_an_id_comes_back_as_it_was_written(calm):
+    host = calm.host("demo")
+    for host_id in ("1", 0, -5, 2 ** 53 - 1, "漢字\n", "", "x" * 300):
+        host.send(echo_request(host_id, repr(host_id)))
+        assert text_of(host.result(host_id)) == repr(host_id)
+        assert len(host.answers(host_id)) == 1
+
+
+def test_an_id_of_another_kind_is_no_request_to_the_server(calm):
+    host = calm.host("plain", revision="2025-11-25")
+    pid = host.whoami()["pid"]
+    for host_id in (None, True, [1], {"a": 1}):
+        host.send(echo_request(host_id, "odd"))
+    assert host.call("echo", text="x") == "x"
+    assert [e["tool"] for e in calm.seen("plain", "begin", pid=pid)] == ["whoami", "echo"]
+    # A fraction is an id in JSON-RPC, and none in MCP: either view is fine, silence is not.
+    host.send(echo_request(1.5, "half"))
+    host.expect(lambda m: m.get("id") == 1.5 or (m.get("id") is None and "error" in m), "an answer to 1.5")
+    assert host.call("echo", text="x") == "x"
+
+
+def test_an_id_in_use_is_refused_and_the_first_call_goes_on(calm, tmp_path):
+    host = calm.host("plain")
+    gate = str(tmp_path / "gate")
+    host.begin("hold", host_id=7, until=gate, tag=gate)
+    calm.wait_begun("plain", gate)
+    host.send(echo_request(7, "second"))
+    assert host.answer(7)["error"]["code"] == -32600
+    open(gate, "w").close()
+    host.expect(lambda m: m.get("id") == 7 and "result" in m, "the answer to the first call")
+    assert [("error" in m) for m in host.answers(7)] == [True, False]
+    host.send(echo_request(7, "free again"))
+    host.expect(lambda m: m.get("id") == 7 and "free again" in json.dumps(m), "the answer to the third call")
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 1 << 20, 8 << 20])
+def test_a_result_of_any_size_arrives_whole(calm, size):
+    host = calm.host("demo")
+    assert len(host.call("big", bytes=size)) == size
+
+
+@pytest.mark.parametrize("size", [4_096, 65_536, 1 << 20, 8 << 20])
+def test_an_argument_of_any_size_arrives_whole(calm, size):
+    host = calm.host("demo")
+    text = ("é漢😀" * (size // 9 + 1))[:size]
+    assert host.call("echo", text=text) == text
+
+
+def test_big_messages_both_ways_at_once_do_not_lock_up(calm):
+    """The server reads nothing while it writes 8 MiB; its host has sent 20 MiB by then."""
+    host, other = calm.host("headfirst"), calm.host("common")
+    fat = host.begin("fat", size=8 << 20)
+    lengths = [host.begin("length", text="y" * (1 << 20)) for _ in range(20)]
+    assert other.call("echo", text="meanwhile") == "meanwhile"
+    assert len(text_of(host.result(fat))) == 8 << 20
+    assert [text_of(host.result(n)) for n in lengths] == [str(1 << 20)] * 20
+
+
+def test_hosts_that_send_big_messages_at_once_do_not_mix_them(calm):
+    hosts = [calm.host("together") for _ in range(5)]
+    ids = [(host, host.begin("echo", text=mark * 200_000), mark)
+           for mark in "abcd" for host in hosts]
+    for host, host_id, mark in ids:
+        assert text_of(host.result(host_id, 40)) == mark * 200_000
+
+
+@pytest.mark.parametrize("tool, text", [
+    ("raw_nul", None), ("bad_utf8", None), ("surrogate", "\ud800"), ("drops", "aé漢😀z")])
+def test_an_odd_answer_is_passed_on_or_refused_and_the_next_is_good(calm, tool, text):
+    host = calm.host("bytes")
+    answer = host.answer(host.begin(tool))
+    if text is None:
+        assert "error" in answer or "content" in answer["result"]
+    else:
+        assert text_of(answer["result"]) == text
+    assert host.call("echo", text="next") == "next"
+
+
+def test_noise_glued_to_an_answer_does_not_leave_the_link_dead(calm):
+    host = calm.host("bytes")
+    host.begin("glued")
+    assert host.call("echo", text="next") == "next"
+
+
+def test_a_last_answer_without_a_newline_is_delivered(calm):
+    host = calm.host("bytes")
+    assert host.call("bare") == "TEXT"
+    assert host.call("echo", text="next") == "next"
+
+
+def test_half_an_answer_is_no_answer(calm):
+    host = calm.host("bytes")
+    with pytest.raises(Refused) as refused:
+        host.result(host.begin("half"))
+    assert is_lost(refused.value.error)
+    assert host.call("echo", text="next") == "next"
+
+
+def test_what_a_server_prints_besides_its_messages_does_not_reach_its_host(calm):
+    before = calm.status()["counters"].get("noiseLines", 0)
+    host = calm.host("noisy")
+    assert [host.call("echo", text=str(n)) for n in range(5)] == list("01234")
+    assert "echo" in host.tools()
+    assert all("id" in m or m["method"].startswith("notifications/") for m in host.seen), host.seen
+    assert calm.status()["counters"]["noiseLines"] > before
+
+
+@pytest.mark.parametrize("kind", ["stderr", "log", "list", "answers", "unknown"])
+def test_a_server_that_says_too_much_is_heard_when_it_answers(calm, kind):
+    host, other = calm.host("flood"), calm.host("common")
+    flood = host.begin("flood", kind=kind, count=3000)
+    assert other.call("echo", text="meanwhile") == "meanwhile"
+    assert text_of(host.result(flood)) in ("flooded", "complained")
+    assert host.call("echo", text="next") == "next"
+    if kind == "list":
+        assert len(host.all("notifications/tools/list_changed")) < 300
+
+
+def test_half_a_line_and_the_end_is_a_clean_end(calm):
+    host = calm.host("demo")
+    host.write(b'{"jsonrpc":"2.0","id":9,"meth')
+    assert host.close() == 0
+
+
+def test_a_line_over_the_limit_is_refused_and_others_go_on(lab):
+    lab.configure({"demo": demo(scope="session")}, limits_lineBytes="256KiB")
+    host, other = lab.host("demo", revision="2025-11-25"), lab.host("demo")
+    for n in range(3):
+        host.send(echo_request("fat%d" % n, "x" * (600 << 10)))
+        host.expect(lambda m: "error" in m and m.get("id") in (None, "fat%d" % n), "a refusal")
+        assert host.call("echo", text="x" * 1000) == "x" * 1000
+    with pytest.raises(Refused) as refused:
+        host.call("big", bytes=600 << 10)
+    assert "limits.lineBytes" in refused.value.error["message"]
+    assert host.call("echo", text="next") == "next"
+    assert other.call("echo", text="x") == "x"
+
+
+@pytest.mark.parametrize("revision", ["2025-03-26", "2025-11-25"])
+def test_a_batch_is_answered_as_one_where_the_revision_has_batches(calm, revision):
+    host = calm.host("demo", revision=revision)
+    host.last_id = 100
+    batch = [dict(echo_request("a", "A"), jsonrpc="2.0"), {"jsonrpc": "2.0", "method": "notifications/x"},
+             dict(echo_request("b", "B"), jsonrpc="2.0"), {"jsonrpc": "2.0", "id": "c", "method": "no/such"}]
+    host.write(json.dumps(batch).encode() + b"\n")
+    if revision == "2025-03-26":
+        answers = {m["id"]: m for m in host.expect(bool, "one answer to the batch", kind=list)}
+        assert text_of(answers["a"]["result"]) == "A" and text_of(answers["b"]["result"]) == "B"
+        assert answers["c"]["error"]["code"] == -32601
+    else:
+        refusal = host.expect(lambda m: "error" in m, "a refusal")
+        assert refusal["error"]["code"] == -32600 and refusal.get("id") is None
+    assert host.call("echo", text="next") == "next"
+
+
 # ---------------------------------------------------------------------------
-# Revisions
+# Revisions: every host speaks the one it knows
 # ---------------------------------------------------------------------------
 
 NEWEST_TOOL = {
@@ -333,8 +1620,104 @@ def test_revisions_hop_keys_are_taken_out_and_all_others_pass():
     assert "io.modelcontextprotocol/clientInfo" in meta
 
 
+@pytest.mark.parametrize("asked, given", [
+    ("2024-11-05", "2024-11-05"), ("2025-03-26", "2025-03-26"), ("2025-06-18", "2025-06-18"),
+    ("2025-11-25", "2025-11-25"), ("2026-07-28", "2025-11-25"), ("2099-01-01", "2025-11-25"), ("x", "2025-11-25")])
+def test_a_host_gets_the_revision_it_asked_for_or_the_newest(calm, asked, given):
+    host = calm.host("common", revision=asked)
+    assert host.welcome["protocolVersion"] == given
+    assert host.call("echo", text="x") == "x"
+
+
+def test_hosts_of_all_revisions_share_one_instance_each_in_its_own_words(calm):
+    seen = {}
+    for revision in ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25"):
+        host = calm.host("common", revision=revision)
+        tool = [t for t in host.ask("tools/list")["tools"] if t["name"] == "echo"][0]
+        result = host.result(host.begin("whoami"))
+        seen[revision] = ("annotations" in tool, "structuredContent" in result)
+        assert json.loads(text_of(result))["pid"] == calm.pids("common")[0]
+    assert seen == {"2024-11-05": (False, False), "2025-03-26": (True, False),
+                    "2025-06-18": (True, True), "2025-11-25": (True, True)}
+
+
+def test_a_server_of_the_first_revision_serves_hosts_of_the_newest(calm):
+    for revision in ("2024-11-05", "2025-11-25"):
+        host = calm.host("old", revision=revision)
+        assert host.welcome["protocolVersion"] == revision
+        assert host.call("echo", text="x") == "x"
+
+
+def test_before_the_handshake_only_ping_is_answered(calm):
+    host = calm.start("common")
+    assert host.ask("ping") == {}
+    for method in ("tools/list", "server/discover", "tools/call"):
+        with pytest.raises(Refused):
+            host.ask(method, {"name": "echo", "arguments": {"text": "x"}})
+    assert host.greet().call("echo", text="x") == "x"
+
+
+def test_a_host_that_does_not_wait_for_the_handshake_gets_all_its_answers(calm):
+    host = calm.start("common")
+    hello = {"id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}}
+    host.write(as_line(hello) + as_line({"method": "notifications/initialized"})
+               + as_line({"id": 2, "method": "tools/list"}) + as_line(echo_request(3, "x")))
+    assert host.result(1)["serverInfo"]["name"] and host.result(2)["tools"]
+    assert text_of(host.result(3)) == "x"
+
+
+def test_one_server_passed_through_looks_as_if_launched_directly(calm):
+    direct = subprocess.run(
+        [sys.executable, MCPX, "demo-server"], stdout=subprocess.PIPE, env=calm.env, timeout=PATIENCE_S,
+        input=b"".join(map(as_line, (
+            {"id": 1, "method": "initialize", "params": {"protocolVersion": "2025-11-25", "capabilities": {},
+                                                         "clientInfo": {"name": "w", "version": "1"}}},
+            {"method": "notifications/initialized"}, {"id": 2, "method": "tools/list"},
+            {"id": 3, "method": "prompts/list"}, {"id": 4, "method": "resources/list"},
+            {"id": 5, "method": "resources/templates/list"}))))
+    plain = {m["id"]: m["result"] for m in map(json.loads, direct.stdout.splitlines()) if "id" in m}
+    host = calm.host("demo", revision="2025-11-25")
+    assert host.welcome["serverInfo"] == plain[1]["serverInfo"]
+    assert host.welcome.get("instructions") == plain[1].get("instructions")
+    assert host.ask("tools/list")["tools"] == plain[2]["tools"]
+    assert host.ask("prompts/list")["prompts"] == plain[3]["prompts"]
+    assert host.ask("resources/list")["resources"] == plain[4]["resources"]
+    assert host.ask("resources/templates/list")["resourceTemplates"] == plain[5]["resourceTemplates"]
+
+
+@pytest.mark.parametrize("server", ["pages", "paged"])
+def test_a_list_in_pages_is_seen_whole(calm, server):
+    host = calm.host(server)
+    found, cursor = [], {}
+    while True:
+        page = host.ask("tools/list", cursor)
+        found += [tool["name"] for tool in page["tools"]]
+        if "nextCursor" not in page:
+            break
+        cursor = {"cursor": page["nextCursor"]}
+    assert len(found) == len(set(found)) and {"echo", "whoami"} <= set(found)
+    assert {"touch", "set"} & set(found)
+    with pytest.raises(Refused) as refused:
+        host.ask("tools/list", {"cursor": "never given"})
+    assert refused.value.error["code"] == -32602
+
+
+def test_prompts_resources_and_completion_are_passed_through(calm):
+    host = calm.host("demo")
+    assert "Ada" in json.dumps(host.ask("prompts/get", {"name": "greet", "arguments": {"name": "Ada"}}))
+    assert host.ask("resources/read", {"uri": "demo://note/1"})["contents"][0]["uri"] == "demo://note/1"
+    completion = host.ask("completion/complete", {"ref": {"type": "ref/prompt", "name": "greet"},
+                                                  "argument": {"name": "name", "value": ""}})
+    assert isinstance(completion["completion"]["values"], list)
+    assert host.answer(host.begin("fail", message="no luck"))["result"]["isError"]
+    with pytest.raises(Refused) as refused:
+        host.call("error", code=-32050, message="own words")
+    assert (refused.value.error["code"], refused.value.error["message"]) == (-32050, "own words")
+
+
 # ---------------------------------------------------------------------------
-# Identity and scopes
+# Identity and scopes: who is asking, and which instance is theirs
 # ---------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -465,8 +1848,209 @@ def test_scopes_a_session_without_parent_meets_its_sub_sessions():
     assert mcpx.scope_key("parent-session", parent).text == mcpx.scope_key("parent-session", child).text
 
 
+SCOPES = ("global", "repo", "worktree", "cwd", "session", "parent-session", "pid", "call")
+
+# Who comes second, and under which scopes it finds what the first caller left.
+MEETINGS = {
+    "the same host": "global repo worktree cwd session parent-session pid",
+    "another host in the same directory": "global repo worktree cwd",
+    "another host in another directory": "global",
+    "another host in the other work tree": "global repo",
+    "another host in a folder of the work tree": "global repo worktree",
+    "another session of the same host": "global repo worktree cwd pid",
+    "the same session in another host": "global session parent-session",
+    "the same session on the command line": "global session parent-session",
+    "a session of the same host below the first": "global repo worktree cwd parent-session pid",
+    "a session of another host below the first": "global parent-session",
+    "another host that names the first's directory": "global repo worktree cwd",
+}
+
+
+def git(*arguments, cwd):
+    subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@example.org", *arguments], cwd=cwd, check=True,
+                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def town_lab(tmp_path_factory):
+    """A lab with two plain directories, a repository with two work trees, and a server for every scope."""
+    for lab in new_lab(str(tmp_path_factory.mktemp("town"))):
+        lab.plain, lab.other = lab.directory("plain"), lab.directory("other")
+        lab.tree, lab.tree2 = lab.directory("tree"), lab.path("tree2")
+        lab.folder = lab.directory("tree", "folder")
+        if shutil.which("git"):
+            git("init", cwd=lab.tree)
+            git("commit", "--allow-empty", "-m", "first", cwd=lab.tree)
+            git("worktree", "add", lab.tree2, cwd=lab.tree)
+        lab.configure({"%s-%s" % (scope, sharing): demo(scope=scope, sharing=sharing)
+                       for scope in SCOPES for sharing in ("shared", "exclusive")}, maxInstances=200)
+        yield lab
+
+
+@pytest.fixture
+def town(town_lab):
+    yield town_lab
+    town_lab.send_home()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="the work trees are made with git")
+@pytest.mark.parametrize("sharing", ["shared", "exclusive"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_who_finds_what_another_left(town, scope, sharing):
+    server = "%s-%s" % (scope, sharing)
+    hosts = [town.start(server, cwd=cwd) for cwd in (
+        town.plain, town.plain, town.other, town.tree, town.tree2, town.folder)]
+    for host in hosts:
+        host.greet()
+    first, neighbour, stranger, tree, tree2, folder = hosts
+
+    def meets(situation, one, other, meta=None, other_meta=None):
+        """Whether `other` reads what `one` has written, and reaches the same process."""
+        one.call("set", meta, name=situation, value="left by the first")
+        if other is not None:
+            read = other.call("get", other_meta, name=situation)
+            if scope != "call":  # there a third and a fourth call would reach yet other processes
+                same = one.whoami(meta)["instance"] == other.whoami(other_meta)["instance"]
+                assert same == (read == "left by the first"), situation
+        else:
+            read = town.command("call", server + ".get", "name=" + situation, "--session", meta[SESSION],
+                                cwd=town.other).strip()
+        assert read in ("", "left by the first"), situation
+        return read != ""
+
+    found = {
+        "the same host": meets("the same host", first, first),
+        "another host in the same directory": meets("neighbour", first, neighbour),
+        "another host in another directory": meets("stranger", first, stranger),
+        "another host in the other work tree": meets("tree", tree, tree2),
+        "another host in a folder of the work tree": meets("folder", tree, folder),
+        "another session of the same host": meets("names", first, first, {SESSION: "ann"}, {SESSION: "bob"}),
+        "the same session in another host": meets("hosts", first, stranger, {SESSION: "cid"}, {SESSION: "cid"}),
+        "the same session on the command line": meets("command", first, None, {SESSION: "dan"}),
+        "a session of the same host below the first": meets(
+            "child", first, first, {SESSION: "eve"}, {SESSION: "eve-1", PARENT: "eve"}),
+        "a session of another host below the first": meets(
+            "far child", first, stranger, {SESSION: "fay"}, {SESSION: "fay-1", PARENT: "fay"}),
+        "another host that names the first's directory": meets(
+            "named directory", tree, stranger, None, {CWD: town.tree}),
+    }
+    assert found == {situation: scope in scopes.split() for situation, scopes in MEETINGS.items()}
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="the work trees are made with git")
+def test_two_names_of_one_work_tree_are_one(town):
+    inner = town.path("tree", "inner")
+    git("worktree", "add", inner, cwd=town.tree)
+    os.symlink(town.tree2, town.path("link"))
+    os.makedirs(town.path("tree2", "a", "b"))
+    os.makedirs(town.path("lost"))
+    with open(town.path("lost", ".git"), "w") as file:
+        file.write("gitdir: %s\n" % town.path("tree", ".git", "worktrees", "tree2"))
+
+    def key(server, cwd, **env):
+        return town.command("why", server, "--json", cwd=cwd, env=env)["key"]
+
+    common = "repo:" + town.path("tree", ".git")
+    assert [key("repo-shared", d) for d in (town.tree, town.tree2, inner, town.path("link", "a", "b"))] == [common] * 4
+    assert [key("worktree-shared", d) for d in (town.tree, town.folder, inner, town.path("link", "a", "b"))] == [
+        "worktree:" + d for d in (town.tree, town.tree, inner, town.tree2)]
+    assert key("worktree-shared", town.plain, GIT_DIR=town.path("tree", ".git")) == "cwd:" + town.plain
+    # A .git file that something else's directory is pointed at by proves nothing.
+    assert key("worktree-shared", town.path("lost")) not in ("worktree:" + town.path("lost"),
+                                                            "worktree:" + town.tree2)
+
+
+@pytest.mark.parametrize("scope", ["cwd", "worktree", "repo"])
+def test_where_desktop_programs_start_is_nobodys_directory(town, scope):
+    server = scope + "-shared"
+    for cwd in ("/", town.home, town.path("tmp")):
+        answer = town.command("why", server, "--json", cwd=cwd)
+        assert answer["key"].startswith("call:") and answer["degraded"]
+    host = town.host(server, cwd=town.home)
+    assert host.whoami()["instance"] != host.whoami()["instance"]
+    assert any(d["server"] == server and d["scope"] == scope for d in town.status()["degradations"])
+
+
+def test_a_host_in_nobodys_directory_is_asked_for_its_root(town):
+    roots = {"roots": [{"uri": "file://" + town.other, "name": "o"}]}
+    asked = town.host("cwd-shared", cwd=town.home, capabilities={"roots": {}}, replies={"roots/list": lambda p: roots})
+    there = town.host("cwd-shared", cwd=town.other)
+    assert asked.whoami()["instance"] == there.whoami()["instance"]
+
+
+def test_why_says_who_asked_and_what_it_came_to(town):
+    answer = town.command("why", "session-shared", "--session", "greta", "--json")
+    assert (answer["server"], answer["scope"], answer["key"]) == ("session-shared", "session", "session:greta")
+    assert answer["evidence"] and answer["degraded"] is None
+    text = town.command("why", "session-shared", "--session", "greta")
+    assert "session:greta" in text
+
+
+def test_the_keys_that_name_a_session_can_be_changed_while_running(lab):
+    lab.configure({"demo": demo(scope="session")})
+    host = lab.host("demo")
+
+    def sees(meta):
+        return host.whoami(meta)["instance"]
+
+    own = sees(None)
+    one = sees({SESSION: "one"})
+    assert one != own
+    assert sees({"ai.opencode/sessionID": "one"}) == one
+    assert sees({SESSION: "one", "ai.opencode/sessionID": "two"}) == one
+    assert sees({SESSION: "", "ai.opencode/sessionID": "one"}) == one
+    for nothing in ({"other/key": "one"}, {SESSION: ""}, {SESSION: 5}, {SESSION: None}, {SESSION: ["one"]}):
+        assert sees(nothing) == own, nothing
+    # Nobody can name what was made from a connection.
+    thief = lab.host("demo")
+    answer = thief.answer(thief.begin("whoami", {SESSION: "mcp-%d" % host.pid}))
+    assert own not in json.dumps(answer)
+    lab.configure({"demo": demo(scope="session")}, **{"transport_sessionMetaKeys": ["other/key", SESSION]})
+    lab.command("reload")
+    assert sees({"other/key": "one"}) == one
+    assert sees({"ai.opencode/sessionID": "one"}) == own
+    assert sees({SESSION: "one", "other/key": "three"}) not in (own, one)
+
+
+def test_the_environment_of_a_host_names_its_session(lab):
+    lab.configure({"demo": demo(scope="session"), "family": demo(scope="parent-session")})
+    named = lab.host("demo", "family", env={"MCPX_SESSION_ID": "nell", "MCPX_PARENT_SESSION_ID": "mum"})
+    mother = lab.host("demo", "family", env={"MCPX_SESSION_ID": "mum"})
+    assert named.whoami(prefix="demo_")["session"] == "nell"
+    assert named.whoami(prefix="demo_")["instance"] != mother.whoami(prefix="demo_")["instance"]
+    assert named.whoami(prefix="family_")["instance"] == mother.whoami(prefix="family_")["instance"]
+    same = lab.command("call", "demo.whoami", "--json", env={"MCPX_SESSION_ID": "nell"})
+    assert same["structuredContent"]["instance"] == named.whoami(prefix="demo_")["instance"]
+
+
+def test_a_connection_may_carry_many_sessions_and_directories(lab):
+    """One host, three sessions, two directories, all mixed; then one session moves."""
+    lab.configure({"demo": demo(scope="session"), "here": demo(scope="cwd")})
+    host = lab.host("demo", "here")
+    places = [lab.directory("one"), lab.directory("two")]
+    asked = []
+    for n in range(30):
+        meta = {SESSION: "s%d" % (n % 3), CWD: places[n % 2]}
+        asked.append((n, host.begin("demo_add", meta), host.begin("here_add", meta)))
+    for _, one, two in asked:
+        host.result(one), host.result(two)
+    for n in range(3):
+        assert host.call("demo_add", {SESSION: "s%d" % n}, n=0) == "10"
+    for place in places:
+        assert host.call("here_add", {SESSION: "s0", CWD: place}, n=0) == "15"
+
+
+def test_a_resource_that_a_named_call_gave_is_read_where_it_came_from(calm):
+    host = calm.host("plain")
+    for name in ("red", "blue"):
+        uri = "role://made-by/" + name
+        pid = host.whoami({SESSION: name})["pid"]
+        host.result(host.begin("link", {SESSION: name}, uri=uri))
+        assert host.ask("resources/read", {"uri": uri})["contents"][0]["text"] == str(pid)
+
+
 # ---------------------------------------------------------------------------
-# Settings and config
+# Settings and config: what is in force
 # ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", sorted(mcpx.SETTINGS))
@@ -627,6 +2211,121 @@ def test_config_the_socket_path_is_always_short_enough(tmp_path):
         assert len(os.fsencode(path)) <= mcpx.MAX_SOCKET_PATH
 
 
+def test_a_change_of_the_configuration_touches_what_it_names(lab):
+    def servers(*names, **changed):
+        return {name: lab.role("upstream", name, *changed.get(name, ()), scope="global") for name in names}
+
+    def configure(*names, **changed):
+        lab.configure(servers(*names, **changed), coldWait="2s")
+
+    configure("keep", "change", "drop")
+    keep, change, drop = lab.host("keep"), lab.host("change"), lab.host("drop")
+    merged = lab.host("keep", "change", "drop")
+    merged.settle()
+    kept, changed, dropped = keep.whoami()["pid"], change.whoami()["pid"], drop.whoami()["pid"]
+    held = change.begin("hold", until=lab.gate("held"), tag="held")
+    lab.wait_begun("change", "held")
+    configure("keep", "change", "added", change=("--new", "argument"))
+    lab.wait_gone(dropped)
+    with pytest.raises(Refused) as refused:
+        drop.call("echo", text="x")
+    assert "drop" in refused.value.error["message"]
+    assert lab.host("added").call("echo", text="x") == "x"
+    assert keep.whoami()["pid"] == kept
+    merged.notification("notifications/tools/list_changed")
+    assert not any(tool.startswith("drop_") for tool in merged.tools())
+    assert merged.call("keep_echo", text="x") == "x"
+    lab.open_gate("held")
+    assert text_of(change.result(held)) == "held"
+    lab.wait_gone(changed)
+    assert "argument" in change.whoami()["argv"]
+    # What is half written changes nothing, says where the fault is, and is picked up when it is mended.
+    lab.write_config('{ "mcpServers": {\n  "keep": {"command": 5,, }\n')
+    done = lab.run("reload")
+    assert done.returncode != 0 and "config.json" in done.stderr + done.stdout
+    assert lab.run("config", "--check").returncode == 2
+    assert keep.whoami()["pid"] == kept and change.call("echo", text="x") == "x"
+    configure("keep", "mended")
+    lab.wait_gone(*lab.pids("change"))
+    assert lab.host("mended").call("echo", text="x") == "x"
+    assert keep.whoami()["pid"] == kept
+
+
+def test_a_configuration_may_be_swapped_through_a_link(lab):
+    lab.configure({"one": demo(scope="global")})
+    os.rename(lab.config, lab.path("first.json"))
+    os.symlink(lab.path("first.json"), lab.config)
+    assert lab.host("one").call("echo", text="x") == "x"
+    with open(lab.path("second.json"), "w") as file:
+        json.dump({"mcpServers": {"two": demo(scope="global")}}, file)
+    os.symlink(lab.path("second.json"), lab.path("link"))
+    os.rename(lab.path("link"), lab.config)
+    lab.wait_for("the new server", lambda: "two" in [s["name"] for s in lab.status()["servers"]])
+    assert lab.host("two").call("echo", text="x") == "x"
+
+
+def test_comments_trailing_commas_and_variables_in_a_configuration(lab):
+    lab.write_config("""\ufeff// what a person writes
+    { "mcpServers": { /* one */
+        "plain": { "command": "${PYTHON}", "args": ["%s", "--role", "upstream", "--a", "${ONE}", "--b", "${NO:-none}",
+                                                    "--c", "$5 {x}",],
+                   "env": {"KEY": "${ONE}-key"}, },
+        "unset": { "command": "${PYTHON}", "args": ["${NEVER_SET_HERE}"] },
+      }, }""" % os.path.abspath(__file__))
+    host = lab.host("plain", env={"PYTHON": sys.executable, "ONE": "1"})
+    me = host.whoami()
+    assert me["argv"][3:] == ["--a", "1", "--b", "none", "--c", "$5 {x}"] and me["env"]["KEY"] == "1-key"
+    assert "NEVER_SET_HERE" in complaint(lab.start("unset", env={"PYTHON": sys.executable}))["message"]
+
+
+def attempt(host):
+    """Say hello, unless that has worked before, and call; the first error on the way, or None."""
+    if not host.welcome:
+        hello = host.answer(host.hello())
+        if "error" in hello:
+            return hello["error"]
+        host.welcome = hello["result"]
+        host.notify("notifications/initialized")
+    return host.answer(host.begin("echo", text="x")).get("error")
+
+
+def complaint(host):
+    """The error that a host is told of a server that cannot be had, at its handshake or at its first call."""
+    error = attempt(host)
+    assert error, "it can be had"
+    return error
+
+
+def test_no_secret_is_shown_or_left_readable(lab):
+    secret = "canary-4711"
+    lab.configure({
+        "good": dict(lab.role("upstream", None), env={"TOKEN": secret}),
+        "common": lab.role("upstream", None, scope="global", inheritEnv=["OTHER_TOKEN"]),
+        "bad": dict(lab.role("broken", None, "--how", "exit"), env={"TOKEN": secret}),
+    }, coldWait="2s", log_level="debug")
+    mask = os.umask(0)
+    try:
+        host = lab.host("good", env={"OTHER_TOKEN": secret})
+        assert host.whoami()["env"]["TOKEN"] == secret
+        assert lab.host("common", env={"OTHER_TOKEN": secret}).whoami()["env"]["OTHER_TOKEN"] == secret
+        complaint(lab.start("bad", env={"OTHER_TOKEN": secret}))
+    finally:
+        os.umask(mask)
+    for words in (["status"], ["status", "--json"], ["config"], ["config", "--json"], ["why", "good", "--json"],
+                  ["doctor"], ["ls"], ["logs"], ["settings"]):
+        done = lab.run(*words)
+        assert secret not in done.stdout + done.stderr, words
+    assert not any(secret in command for command in lab.processes().values())
+    for top in (os.path.join(lab.state, "mcpx"), os.path.join(lab.runtime, "mcpx")):
+        for folder, _, files in os.walk(top):
+            assert os.stat(folder).st_mode & 0o077 == 0, folder
+            for path in (os.path.join(folder, name) for name in files):
+                assert os.lstat(path).st_mode & 0o077 == 0, path
+                if not path.endswith(".sock"):
+                    with open(path, "rb") as file:
+                        assert secret.encode() not in file.read(), path
+
+
 # ---------------------------------------------------------------------------
 # Log
 # ---------------------------------------------------------------------------
@@ -777,7 +2476,7 @@ def test_reactor_a_thread_that_hangs_is_given_up_and_its_late_result_dropped(loo
 
 
 # ---------------------------------------------------------------------------
-# Upstream
+# Upstream: requests in flight, each with its own answer, cancel and progress
 # ---------------------------------------------------------------------------
 
 class FakeStream:
@@ -906,8 +2605,237 @@ def test_upstream_handshake_takes_any_legacy_revision_and_no_other(upstream, rev
     assert ([m.get("method") for m in upstream.stream.sent[1:]] == ["notifications/initialized"]) is good
 
 
+def test_hosts_that_use_the_same_ids_each_get_their_own_answers(calm):
+    hosts = [calm.host("common") for _ in range(6)]
+    for n in range(20):
+        for number, host in enumerate(hosts):
+            host.begin("sleep", host_id=1000 + n, seconds=random.Random(n * 7 + number).random() / 5,
+                       text="%d of %d" % (n, number))
+            host.begin("echo", host_id=str(1000 + n), text="word %d of %d" % (n, number))
+    for n in range(20):
+        for number, host in enumerate(hosts):
+            assert "%d of %d" % (n, number) in text_of(host.result(1000 + n))
+            assert text_of(host.result(str(1000 + n))) == "word %d of %d" % (n, number)
+    assert all(len(host.answers(1000 + n)) == 1 for host in hosts for n in range(20))
+
+
+def test_a_cancel_ends_the_call_it_names_and_no_other(calm, tmp_path):
+    one, two = calm.host("together"), calm.host("together")
+    gate = str(tmp_path / "gate")
+    tags = [str(tmp_path / "one"), str(tmp_path / "two")]
+    before = len(calm.got("together", "notifications/cancelled"))
+    one.begin("hold", host_id=7, until=gate, tag=tags[0])
+    two.begin("hold", host_id=7, until=gate, tag=tags[1])
+    for tag in tags:
+        calm.wait_begun("together", tag)
+    one.notify("notifications/cancelled", requestId=424242, reason="never was")
+    one.notify("notifications/cancelled", requestId="7", reason="another type")
+    one.notify("notifications/cancelled", requestId=7, reason="no longer wanted")
+    cancels = calm.wait_for("the cancel", lambda: calm.got("together", "notifications/cancelled")[before:])
+    open(gate, "w").close()
+    assert text_of(two.result(7)) == "held"
+    calm.wait_for("the late answer", lambda: calm.seen("together", "end", tag=tags[0]))
+    one.notify("notifications/cancelled", requestId=one.last_id, reason="it was answered long ago")
+    two.notify("notifications/cancelled", requestId=7, reason="it was answered just now")
+    assert one.call("echo", text="x") == "x" and two.call("echo", text="x") == "x"
+    assert one.answers(7) == [] and len(two.answers(7)) == 1
+    cancels = calm.got("together", "notifications/cancelled")[before:]
+    wire_id = calm.seen("together", "begin", tag=tags[0])[0]["wire_id"]
+    assert [c["params"]["requestId"] for c in cancels] == [wire_id]
+
+
+@pytest.mark.parametrize("how", ["close", "kill"])
+def test_a_host_that_leaves_takes_its_calls_with_it(calm, tmp_path, how):
+    one, two = calm.host("together"), calm.host("together")
+    gate, tag = str(tmp_path / "gate"), str(tmp_path)
+    one.begin("hold", until=gate, tag=tag)
+    staying = two.begin("hold", until=gate, tag=tag)
+    calm.wait_begun("together", tag, count=2)
+    before = len(calm.got("together", "notifications/cancelled"))
+    getattr(one, how)()
+    calm.wait_for("one cancel", lambda: len(calm.got("together", "notifications/cancelled")) == before + 1)
+    open(gate, "w").close()
+    assert text_of(two.result(staying)) == "held"
+    assert len(calm.got("together", "notifications/cancelled")) == before + 1
+
+
+@pytest.mark.parametrize("tokens", [("t", "t"), (1, 1), (1, "1")])
+def test_progress_goes_to_the_host_that_asked_under_its_own_token(calm, tokens):
+    hosts = [calm.host("common"), calm.host("common")]
+    calls = [host.begin("sleep", {"progressToken": token}, seconds=0.4 + n / 5, every=0.05, text="host %d" % n)
+             for n, (host, token) in enumerate(zip(hosts, tokens))]
+    for host, token, host_id in zip(hosts, tokens, calls):
+        host.result(host_id)
+        said = host.all("notifications/progress")
+        assert len(said) >= 3
+        assert all(same_id(m["params"]["progressToken"], token) for m in said)
+        values = [m["params"]["progress"] for m in said]
+        assert values == sorted(set(values))
+        assert host.seen.index(said[-1]) < host.seen.index(host.answer(host_id))
+    said = len(hosts[0].all("notifications/progress"))
+    hosts[0].call("sleep", seconds=0.2, every=0.05)
+    hosts[0].settle()
+    assert len(hosts[0].all("notifications/progress")) == said, "progress that nobody gave a token for"
+
+
+def test_a_slow_call_does_not_hold_up_anything_else(calm, tmp_path):
+    slow, quick, other = calm.host("together"), calm.host("together"), calm.host("common")
+    gate = str(tmp_path / "gate")
+    held = slow.begin("hold", until=gate, tag=gate)
+    calm.wait_begun("together", gate)
+    for n in range(30):
+        assert quick.call("echo", text=str(n)) == str(n)
+    assert quick.ask("ping") == {} and quick.tools() and other.call("echo", text="x") == "x"
+    assert slow.ask("ping") == {} and slow.call("echo", text="x") == "x"
+    assert slow.answers(held) == []
+    open(gate, "w").close()
+    assert text_of(slow.result(held)) == "held"
+
+
+def test_a_call_limit_ends_the_call_and_keeps_the_server(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global", callTimeout="700ms"), "demo": demo()},
+                  stop_eofGrace="300ms", stop_termGrace="300ms")
+    host, other = lab.host("plain"), lab.host("demo")
+    pid = host.whoami()["pid"]
+    with pytest.raises(Refused) as refused:
+        host.call("hold", until=lab.gate("never"))
+    assert "callTimeout" in refused.value.error["message"]
+    assert "mcpxStreamLost" not in json.dumps(refused.value.error)
+    assert len(lab.got("plain", "notifications/cancelled")) == 1
+    assert host.whoami()["pid"] == pid
+    # A process that is stopped cannot be asked to end, and still ends.
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(Refused):
+        host.call("echo", text="x")
+    assert other.call("echo", text="x") == "x"
+
+
+@pytest.mark.parametrize("how, words", [("exit", "3"), ("signal", "KILL"), ("zero", "0"), ("mute", ""), ("heir", "")])
+def test_a_server_that_dies_in_a_call_is_reported_and_replaced(lab, how, words):
+    lab.configure({"mortal": lab.role("mortal", "mortal", scope="global"), "demo": demo()}, backoff_first="50ms",
+                  stop_eofGrace="300ms", stop_termGrace="300ms")
+    one, two, other = lab.host("mortal"), lab.host("mortal"), lab.host("demo")
+    pid = one.whoami()["pid"]
+    held = [host.begin("hold", until=lab.gate("never")) for host in (one, two)]
+    lab.wait_begun("mortal", count=3)
+    spent = one.begin("spend", ledger=lab.path("ledger"), how=how)
+    for host, host_id in ((one, spent), (one, held[0]), (two, held[1])):
+        error = host.answer(host_id, 5)["error"]
+        assert is_lost(error), error
+        assert "mortal" in error["message"] and words in error["message"] and "the fuse blew" in error["message"]
+    result = one.result(one.begin("whoami"))
+    assert result["_meta"][RESTARTED]["reason"]
+    assert RESTARTED not in one.result(one.begin("whoami")).get("_meta", {})
+    assert two.result(two.begin("echo", text="x"))["_meta"][RESTARTED]["reason"]
+    assert json.loads(text_of(result))["pid"] != pid
+    assert "echo" in one.tools() and other.call("echo", text="x") == "x"
+    with open(lab.path("ledger")) as file:
+        assert file.read() == "spent\n"
+    lab.wait_gone(pid)
+    row = lab.status()["servers"]
+    assert [s["restarts"] >= 1 and bool(s["lastError"]) for s in row if s["name"] == "mortal"] == [True]
+
+
+def test_what_may_be_repeated_is_repeated_once(lab):
+    lab.configure({"mortal": lab.role("mortal", "mortal", scope="global")}, backoff_first="50ms", backoff_max="50ms")
+    host = lab.host("mortal")
+    host.tools()
+    assert host.call("look", ledger=lab.path("one"), lives=1) == "seen"
+    assert host.call("repeat", ledger=lab.path("two"), lives=1) == "again"
+    error = host.answer(host.begin("look", ledger=lab.path("three"), lives=5))["error"]
+    assert is_lost(error)
+    with open(lab.path("three")) as file:
+        assert file.read() == "looked\n" * 2
+    # Nothing that was cancelled is sent again.
+    watch = host.begin("watch", until=lab.gate("never"), tag="cancelled")
+    lab.wait_begun("mortal", "cancelled")
+    host.notify("notifications/cancelled", requestId=watch)
+    lab.wait_for("the cancel", lambda: lab.got("mortal", "notifications/cancelled"))
+    host.answer(host.begin("spend", ledger=lab.path("four")))
+    assert host.call("echo", text="x") == "x"
+    assert len(lab.seen("mortal", "begin", tag="cancelled")) == 1 and host.answers(watch) == []
+
+
+def test_what_one_host_subscribed_to_does_not_depend_on_another(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, backoff_first="50ms")
+    one, two = lab.host("plain"), lab.host("plain")
+
+    def wanted():
+        """What the server was asked for, in order."""
+        return [(e["message"]["method"][10:], e["message"]["params"]["uri"]) for e in lab.seen("plain", "got")
+                if "subscribe" in e["message"].get("method", "")]
+
+    for host, uri in ((one, "role://x"), (two, "role://x"), (two, "role://y")):
+        host.ask("resources/subscribe", {"uri": uri})
+    assert wanted() == [("subscribe", "role://x"), ("subscribe", "role://y")]
+    one.call("touch", uri="role://x"), one.call("touch", uri="role://y")
+    one.notification("notifications/resources/updated", uri="role://x")
+    two.notification("notifications/resources/updated", uri="role://x")
+    two.notification("notifications/resources/updated", uri="role://y")
+    one.settle()
+    assert len(one.all("notifications/resources/updated")) == 1
+    one.ask("resources/unsubscribe", {"uri": "role://x"})
+    one.call("touch", uri="role://x")
+    lab.wait_for("the second update", lambda: len(two.all("notifications/resources/updated")) == 3)
+    one.settle()
+    assert len(one.all("notifications/resources/updated")) == 1
+    assert ("unsubscribe", "role://x") not in wanted()
+    # A new process is told what the hosts still want.
+    one.ask("resources/subscribe", {"uri": "role://z"})
+    one.ask("logging/setLevel", {"level": "warning"})
+    pid = one.whoami()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    lab.wait_gone(pid)
+    new = one.whoami()["pid"]
+    assert new != pid
+    again = [e["message"] for e in lab.seen("plain", "got", pid=new)]
+    assert sorted(m["params"]["uri"] for m in again if m.get("method") == "resources/subscribe") == [
+        "role://x", "role://y", "role://z"]
+    assert [m["params"]["level"] for m in again if m.get("method") == "logging/setLevel"] == ["warning"]
+    one.call("touch", uri="role://z")
+    one.notification("notifications/resources/updated", uri="role://z")
+    two.close()
+    lab.wait_for("the end of the subscriptions", lambda: {
+        ("unsubscribe", "role://x"), ("unsubscribe", "role://y")} <= set(wanted()))
+    assert ("unsubscribe", "role://z") not in wanted()
+
+
+def test_each_host_sees_the_log_messages_it_asked_for(lab):
+    lab.configure({"demo": demo(scope="global"), "plain": lab.role("upstream", "plain", scope="global")})
+    hosts = [lab.host("demo"), lab.host("demo")]
+    talkative, terse = hosts
+    talkative.ask("logging/setLevel", {"level": "debug"})
+    terse.ask("logging/setLevel", {"level": "error"})
+    for host, name in ((talkative, "talkative"), (terse, "terse")):
+        for level in ("debug", "info", "error", "critical"):
+            host.call("log", level=level, text="%s %s" % (name, level))
+    for host in hosts:
+        host.settle()
+    said = [[json.dumps(m["params"]["data"]) for m in host.all("notifications/message")] for host in hosts]
+    assert [any("talkative " + level in line for line in said[0]) for level in ("debug", "info", "error")] == [True] * 3
+    assert [any("terse " + level in line for line in said[1]) for level in ("debug", "info", "error", "critical")] == [
+        False, False, True, True]
+    assert not any("terse" in line for line in said[0]) and not any("talkative" in line for line in said[1])
+    with pytest.raises(Refused) as refused:
+        terse.ask("logging/setLevel", {"level": "shout"})
+    assert refused.value.error["code"] == -32602
+    # The server is set to the most that anybody wants, and set again when that changes.
+    loud, quiet = lab.host("plain"), lab.host("plain")
+    loud.call("echo", text="x")
+    loud.ask("logging/setLevel", {"level": "info"})
+    quiet.ask("logging/setLevel", {"level": "error"})
+
+    def level():
+        return ([m["params"]["level"] for m in lab.got("plain", "logging/setLevel")] or [None])[-1]
+    lab.wait_for("the level", lambda: level() == "info")
+    quiet.call("echo", text="x")
+    assert level() == "info"
+    loud.close()
+    lab.wait_for("the lower level", lambda: quiet.call("echo", text="x") and level() == "error")
+
+
 # ---------------------------------------------------------------------------
-# Children
+# Children: how they start, where, with what, and how they end
 # ---------------------------------------------------------------------------
 
 def test_children_every_state_and_event_is_in_the_table_or_ignored_on_purpose():
@@ -923,8 +2851,290 @@ def test_children_every_state_and_event_is_in_the_table_or_ignored_on_purpose():
         assert next_state in states and hasattr(mcpx.Child, method)
 
 
+def test_private_instances_get_their_callers_environment_and_shared_ones_do_not(lab):
+    scopes = ("global", "repo", "worktree", "cwd", "session", "parent-session", "pid", "call")
+    servers = {scope: lab.role("upstream", None, scope=scope) for scope in scopes}
+    servers["chosen"] = lab.role("upstream", None, scope="global", inheritEnv=["WISH"])
+    servers["fixed"] = dict(lab.role("upstream", None, scope="global"), env={"WISH": "fixed"})
+    lab.configure(servers)
+    place = lab.directory("place")
+    host = lab.host(*servers, env={"WISH": "mine", "LC_ALL": "C"}, cwd=place)
+    given = {name: host.whoami(prefix=name + "_")["env"] for name in servers}
+    assert {name: env.get("WISH") for name, env in given.items()} == {
+        "global": None, "repo": None, "worktree": None, "cwd": None, "session": "mine", "parent-session": "mine",
+        "pid": "mine", "call": "mine", "chosen": "mine", "fixed": "fixed"}
+    assert all(env["HOME"] == lab.home and env["PATH"] and env["MCPX_INSTANCE"] for env in given.values())
+    # The daemon that this host started keeps nothing of it.
+    with open("/proc/%d/environ" % lab.daemon_pid(), "rb") as file:
+        assert b"WISH=" not in file.read()
+    directories = {name: host.whoami(prefix=name + "_")["cwd"] for name in servers}
+    assert directories == {
+        "global": lab.home, "chosen": lab.home, "fixed": lab.home, "repo": place, "worktree": place, "cwd": place,
+        "session": place, "parent-session": place, "pid": place, "call": place}
+
+
+def test_callers_with_different_tokens_never_share(lab):
+    lab.configure({
+        "written": dict(lab.role("upstream", None, scope="global"), env={"TOKEN": "${TOKEN}"}),
+        "argued": lab.role("upstream", None, "--token", "${TOKEN}", scope="global"),
+        "inherited": lab.role("upstream", None, scope="global", inheritEnv=["TOKEN"]),
+        "blind": lab.role("upstream", None, scope="global"),
+    })
+    names = ("written", "argued", "inherited", "blind")
+    hosts = [lab.host(*names, env={"TOKEN": token}) for token in ("red", "blue", "red")]
+    for name in names:
+        pids = [host.whoami(prefix=name + "_")["pid"] for host in hosts]
+        assert pids[0] == pids[2] and (pids[0] == pids[1]) == (name == "blind"), name
+    assert [host.whoami(prefix="inherited_")["env"]["TOKEN"] for host in hosts] == ["red", "blue", "red"]
+    shown = json.dumps([lab.status(), lab.command("why", "argued", "--json", env={"TOKEN": "red"})])
+    assert "blue" not in shown
+
+
+def test_a_server_starts_where_it_is_told_to(lab):
+    folder, bins = lab.directory("config", "mcpx", "inside"), lab.directory("bin")
+    script = "#!%s\nimport runpy, sys\nsys.argv = [%r, '--role', 'upstream']\nrunpy.run_path(%r, run_name='__main__')\n"
+    with open(os.path.join(bins, "only-here"), "w") as file:
+        file.write(script % (sys.executable, __file__, os.path.abspath(__file__)))
+    os.chmod(os.path.join(bins, "only-here"), 0o755)
+    shutil.copy(os.path.join(bins, "only-here"), os.path.join(folder, "beside"))
+    lab.configure({
+        "absolute": dict(lab.role("upstream", None), cwd=lab.directory("absolute")),
+        "relative": dict(lab.role("upstream", None), cwd="inside"),
+        "variable": dict(lab.role("upstream", None), cwd="${PLACE}"),
+        "beside": {"command": "./inside/beside"},
+        "onpath": {"command": "only-here"},
+        "missing": dict(lab.role("upstream", None), cwd=lab.path("not-there")),
+    }, coldWait="5s")
+    host = lab.host("absolute", "relative", "variable", "onpath", "beside", env={
+        "PLACE": lab.directory("variable"), "PATH": bins + os.pathsep + os.environ["PATH"]})
+    assert host.whoami(prefix="absolute_")["cwd"] == lab.path("absolute")
+    assert host.whoami(prefix="relative_")["cwd"] == folder
+    assert host.whoami(prefix="variable_")["cwd"] == lab.path("variable")
+    assert host.whoami(prefix="onpath_")["cwd"] == lab.work
+    assert host.whoami(prefix="beside_")["cwd"] == lab.work
+    assert lab.path("not-there") in complaint(lab.start("missing"))["message"]
+
+
+def test_a_directory_that_vanishes_takes_nobody_with_it(lab):
+    lab.configure({"demo": demo(scope="session"), "here": demo(scope="cwd")})
+    gone = lab.directory("gone")
+    host = lab.host("demo", cwd=gone)
+    host.whoami()
+    shutil.rmtree(gone)
+    assert host.call("echo", text="x") == "x"
+    assert lab.host("here").call("echo", text="x") == "x"
+    assert lab.host("demo").call("echo", text="x") == "x"
+
+
+def test_placeholders_give_each_instance_its_own(lab):
+    lab.configure({"plain": lab.role(
+        "upstream", None, "--key", "{key}", "--id", "{id}", "--session", "{session}", "--cwd", "{cwd}",
+        "--tmpdir", "{tmpdir}", "--port", "{port}", "--profile", "{tmpdir}/profile-{session}", "--json", '{"a": 1}')})
+    host = lab.host("plain")
+    seen = []
+    for name in ("ann", "../../ann", "a/b c"):
+        argv = host.whoami({SESSION: name})["argv"]
+        seen.append(dict(zip(argv[1::2], argv[2::2])))
+    for one in seen:
+        assert os.path.isdir(one["--tmpdir"]) and os.stat(one["--tmpdir"]).st_mode & 0o077 == 0
+        assert one["--cwd"] == lab.work and 0 < int(one["--port"]) < 65536
+        assert os.path.dirname(one["--profile"]) == one["--tmpdir"], "a session's name is one file name"
+        assert one["--json"] == '{"a": 1}'
+    for what in ("--key", "--id", "--tmpdir", "--port", "--session"):
+        assert len({one[what] for one in seen}) == 3, what
+    assert {one["--id"] for one in seen} <= {i["id"] for i in lab.instances("plain")}
+    lab.command("stop", "plain")
+    lab.wait_for("the directories' removal", lambda: not any(os.path.exists(one["--tmpdir"]) for one in seen))
+
+
+@pytest.mark.parametrize("how, words", [
+    ("exit", ("2", "no key: set DEMO_KEY")), ("signal", ("KILL", "no key: set DEMO_KEY")), ("quiet", ("0",)),
+    ("refuse", ("licence expired",)), ("missing", ("no-such-program",)), ("forbidden", ("config.json",))])
+def test_why_a_server_did_not_start_is_in_the_error(lab, how, words):
+    server = lab.role("broken", None, "--how", how)
+    if how == "missing":
+        server = {"command": "no-such-program"}
+    elif how == "forbidden":
+        server = {"command": lab.config}
+    lab.configure({"broken": server, "good": demo()}, coldWait="5s", backoff_first="50ms")
+    good, broken = lab.host("good"), lab.start("broken")
+    error = complaint(broken)
+    assert all(word in error["message"] for word in words), error
+    assert how == "refuse" or "broken" in error["message"]
+    row = [s for s in lab.status()["servers"] if s["name"] == "broken"][0]
+    assert words[-1] in row["lastError"]
+    assert good.call("echo", text="x") == "x"
+
+
+def test_a_server_that_keeps_failing_is_tried_ever_less_and_recovers_by_itself(lab):
+    lab.configure({"broken": lab.role("broken", "broken", "--how", "exit", "--repaired", lab.path("repaired"),
+                                      scope="global")},
+                  backoff_first="200ms", backoff_max="500ms", coldWait="300ms")
+    hosts = [lab.start("broken") for _ in range(3)]
+    began, tries = time.monotonic(), 0
+    while time.monotonic() - began < 2:
+        for host in hosts:
+            complaint(host)
+            tries += 1
+    # 200, 400, then every 500 ms: five or six starts in two seconds.
+    assert len(lab.seen("broken", "start")) <= 8, "%d tries" % tries
+    with open(lab.path("repaired"), "w"):
+        pass
+    for host in hosts:
+        lab.wait_for("the repaired server", lambda: attempt(host) is None, 5)
+
+
+@pytest.mark.parametrize("ignores, order", [("", ["eof"]), ("eof", ["term"]), ("eof+term", ["term"])])
+def test_a_server_is_told_to_end_before_it_is_made_to(lab, ignores, order):
+    role = lab.role("stubborn", "stubborn", "--ignore", ignores) if ignores else lab.role("upstream", "stubborn")
+    lab.configure({"stubborn": role}, stop_eofGrace="400ms", stop_termGrace="400ms")
+    host = lab.host("stubborn")
+    pid = host.whoami()["pid"]
+    began = time.monotonic()
+    lab.command("stop", "stubborn")
+    lab.wait_gone(pid, within=5)
+    took = time.monotonic() - began
+    events = [e for e in lab.seen("stubborn", pid=pid) if e["event"] in ("eof", "term")]
+    assert [e["event"] for e in events] == (["eof"] + order if ignores else order)
+    assert took < 4
+    if ignores:
+        assert events[1]["at"] - events[0]["at"] >= 0.35
+    if ignores == "eof+term":
+        assert took >= 0.75
+    # The host is still there, and its next call gets a new process.
+    assert host.whoami()["pid"] != pid
+
+
+@pytest.mark.parametrize("end", ["host", "stop", "sigterm", "busy"])
+def test_a_server_may_write_its_last_words(lab, end):
+    lab.configure({"lastwords": lab.role("lastwords", "lastwords", "--out", lab.path("words"))},
+                  drainTimeout="300ms")
+    host = lab.host("lastwords")
+    for word in ("one", "two", "three"):
+        host.call("tell", text=word)
+    daemon = lab.daemon_pid()
+    if end == "busy":
+        host.begin("hold", until=lab.gate("never"))
+        lab.wait_begun("lastwords", count=4)
+    if end == "host":
+        host.close()
+    elif end == "sigterm":
+        os.kill(daemon, signal.SIGTERM)
+    else:
+        lab.command("stop")
+    lab.wait_for("the last words", lambda: os.path.exists(lab.path("words"))
+                 and os.path.getsize(lab.path("words")) == len("one\ntwo\nthree"))
+
+
+@pytest.mark.parametrize("end", ["stop", "sigterm", "child", "crash"])
+def test_what_a_server_started_ends_with_it(lab, end):
+    kept = lab.path("kept-helper")
+    shutil.copy(shutil.which("sleep"), kept)
+    lab.configure({"brood": lab.role("brood", "brood", "--out", lab.path("marker"), "--kept", kept,
+                                     scope="global", keepProcesses=["*kept-helper*"])},
+                  stop_eofGrace="1s", stop_termGrace="1s", backoff_first="50ms")
+    # Somebody's own process, that looks the same.
+    twin = subprocess.Popen(["sh", "-c", "sleep 600; :", lab.path("marker")], env=lab.env, start_new_session=True)
+    host = lab.host("brood")
+    pid = host.whoami()["pid"]
+    helpers = json.loads(host.call("helpers"))
+    owned = helpers.pop()
+    assert all(map(is_running, helpers + [owned]))
+    daemon = lab.daemon_pid()
+    try:
+        if end == "stop":
+            lab.command("stop", "brood")
+        elif end == "sigterm":
+            os.kill(daemon, signal.SIGTERM)
+        elif end == "child":
+            os.kill(pid, signal.SIGKILL)
+        else:
+            os.kill(daemon, signal.SIGKILL)
+            lab.wait_gone(daemon)
+            assert host.call("echo", text="x") == "x"
+            lab.command("stop")
+        lab.wait_gone(pid, *helpers)
+        assert is_running(owned) and is_running(twin.pid)
+    finally:
+        os.killpg(twin.pid, signal.SIGKILL)
+        twin.wait()
+        for extra in [p for p, command in lab.processes().items() if command.startswith(kept)]:
+            os.kill(extra, signal.SIGKILL)
+
+
+def test_layers_of_shells_around_a_server_end_with_it(lab):
+    inner = " ".join([sys.executable, os.path.abspath(__file__), "--role", "upstream"])
+    lab.configure({"deep": {"command": "sh", "args": ["-c", "sh -c '%s; :'; :" % inner]}})
+    host = lab.host("deep")
+    pid = host.whoami()["pid"]
+    (top,) = lab.pids("deep")
+    assert top != pid
+    host.close()
+    lab.wait_gone(pid, top)
+
+
+@pytest.mark.parametrize("how", ["restart", "config", "crash", "idle"])
+def test_a_server_that_holds_a_lock_never_meets_its_own_successor(lab, how):
+    def server(*options):
+        return lab.role("lock", "lock", "--lock", lab.path("the.lock"), *options, scope="global",
+                        **({"idleTimeout": "300ms"} if how == "idle" else {}))
+
+    lab.configure({"lock": server()}, backoff_first="50ms")
+    host = lab.host("lock")
+    pid = host.whoami()["pid"]
+    if how == "restart":
+        restart = threading.Thread(target=lab.command, args=("restart", "lock"))
+        restart.start()
+        lab.wait_for("the end of its input", lambda: lab.seen("lock", "eof", pid=pid))
+    elif how == "config":
+        lab.configure({"lock": server("--new", "1")}, backoff_first="50ms")
+        lab.wait_for("the end of its input", lambda: lab.seen("lock", "eof", pid=pid))
+    elif how == "crash":
+        daemon = lab.daemon_pid()
+        os.kill(daemon, signal.SIGKILL)
+        lab.wait_gone(daemon)
+    else:
+        lab.wait_for("the end of its input", lambda: lab.seen("lock", "eof", pid=pid))
+    assert host.whoami()["pid"] != pid or how == "crash"
+    assert host.call("echo", text="x") == "x"
+    assert lab.seen("lock", "collision") == []
+    if how == "restart":
+        restart.join(PATIENCE_S)
+
+
+def test_a_server_that_reads_nothing_holds_up_nobody_else(lab):
+    lab.configure({"deaf": lab.role("deaf", "deaf", scope="global"), "demo": demo(scope="global")}, coldWait="500ms",
+                  stop_eofGrace="300ms", stop_termGrace="300ms")
+    stuck, stuck2, other = lab.host("deaf"), lab.host("deaf"), lab.host("demo")
+    ids = [host.begin("echo", text="x" * (4 << 20)) for host in (stuck, stuck2)]
+    for n in range(20):
+        assert other.call("echo", text=str(n)) == str(n)
+    stuck.notify("notifications/cancelled", requestId=ids[0])
+    stuck2.close()
+    lab.command("stop", "deaf")
+    assert lab.pids("deaf") == []
+    assert other.call("echo", text="x") == "x"
+
+
+def test_a_server_strict_about_its_handshake_sees_exactly_one(lab):
+    lab.configure({"strict": lab.role("strict", "strict", scope="global")})
+    revisions = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25"] * 2
+    hosts = [lab.start("strict", revision=revision, capabilities={"roots": {}} if n % 2 else {})
+             for n, revision in enumerate(revisions)]
+    hellos = [(host, host.hello()) for host in hosts]
+    for host, hello in hellos:
+        assert host.result(hello)["protocolVersion"] == host.revision
+        host.notify("notifications/initialized")
+    pids = {host.whoami()["pid"] for host in hosts}
+    assert len(pids) == 1
+    (pid,) = pids
+    got = [e["message"].get("method") for e in lab.seen("strict", "got", pid=pid)]
+    assert got[:2] == ["initialize", "notifications/initialized"]
+    assert got.count("initialize") == got.count("notifications/initialized") == 1
+
+
 # ---------------------------------------------------------------------------
-# Pool
+# Pool: which instance, now, later or never; and for how long
 # ---------------------------------------------------------------------------
 
 def test_pool_every_instance_state_can_be_left_by_an_exit_but_down():
@@ -959,8 +3169,201 @@ def test_pool_package_launchers_are_told_by_their_package(argv, key):
     assert mcpx.launcher_key(argv) == key
 
 
+def test_an_instance_of_a_connection_ends_with_the_host(lab):
+    lab.configure({"session": demo(scope="session"), "pid": demo(scope="pid"), "family": demo(scope="parent-session")})
+    for leave in ("close", "kill"):
+        host, other = lab.host("session", "pid", "family"), lab.host("session", "pid", "family")
+        prefixes = ("session_", "pid_", "family_")
+        pids = [host.whoami(prefix=p)["pid"] for p in prefixes]
+        others = [other.whoami(prefix=p)["pid"] for p in prefixes]
+        getattr(host, leave)()
+        lab.wait_gone(*pids)
+        assert [other.whoami(prefix=p)["pid"] for p in prefixes] == others
+        other.close()
+
+
+def test_a_named_session_outlives_its_host_until_it_is_idle(lab):
+    lab.configure({"demo": demo(scope="session", idleTimeout="1s")})
+    host = lab.host("demo")
+    pid = host.whoami({SESSION: "ann"})["pid"]
+    host.call("set", {SESSION: "ann"}, value="kept")
+    host.kill()
+    again = lab.host("demo")
+    assert again.call("get", {SESSION: "ann"}) == "kept"
+    lab.wait_gone(pid)
+    result = again.result(again.begin("get", {SESSION: "ann"}))
+    assert text_of(result) == "" and result["_meta"][RESTARTED]["reason"]
+
+
+def test_a_session_that_connects_twice_keeps_its_instance(calm):
+    busy = calm.host("demo")
+    busy_pid = busy.whoami({SESSION: "twice-busy"})["pid"]
+    old = calm.host("demo")
+    pid = old.whoami({SESSION: "twice"})["pid"]
+    for _ in range(4):
+        new = calm.host("demo")
+        assert new.whoami({SESSION: "twice"})["pid"] == pid
+        old.close()
+        old = new
+        assert old.whoami({SESSION: "twice"})["pid"] == pid
+    assert busy.whoami({SESSION: "twice-busy"})["pid"] == busy_pid
+    calm.command("stop", "demo")
+
+
+def test_idle_is_what_has_no_call_no_subscription_and_no_task(lab):
+    """One instance that is really idle tells when the others' time would have been up as well."""
+    lab.configure({"tasks": lab.role("tasks", "tasks", scope="session", idleTimeout="500ms")})
+    host = lab.host("tasks", revision="2025-11-25")
+
+    def pid(name):
+        return host.whoami({SESSION: name})["pid"]
+
+    working = pid("call")
+    held = host.begin("hold", {SESSION: "call"}, until=lab.gate("held"))
+    tasking = pid("task")
+    created = host.result(host.begin("hold", {SESSION: "task"}, task={"ttl": 60_000}, until=lab.gate("task")))
+    subscribed = pid("subscription")
+    host.ask("resources/subscribe", {"uri": "role://one", "_meta": {SESSION: "subscription"}})
+    for n in range(2):
+        lab.wait_gone(pid("nothing%d" % n))
+    assert is_running(working) and is_running(tasking) and is_running(subscribed)
+    # Lists, pings and the host's being there are no reason to stay, nor to start.
+    starts = len(lab.seen("tasks", "start"))
+    assert host.tools() and host.ask("ping") == {}
+    assert len(lab.seen("tasks", "start")) == starts
+    lab.open_gate("held")
+    assert text_of(host.result(held)) == "held"
+    lab.wait_gone(working)
+    lab.open_gate("task")
+    lab.wait_for("the task's end", lambda: host.ask(
+        "tasks/get", {"taskId": created["task"]["taskId"]})["status"] == "completed")
+    host.ask("resources/unsubscribe", {"uri": "role://one", "_meta": {SESSION: "subscription"}})
+    lab.wait_gone(subscribed)
+    result = host.result(host.begin("echo", {SESSION: "call"}, text="x"))
+    assert text_of(result) == "x" and RESTARTED in result["_meta"]
+
+
+def test_a_full_server_says_who_holds_it_and_takes_the_next_when_it_is_free(lab):
+    def configure(**settings):
+        lab.configure({"one": lab.role("upstream", "one", scope="session", max=1, queueTimeout="400ms"),
+                       "patient": lab.role("upstream", "patient", scope="session", max=1)}, **settings)
+
+    configure()
+    host, other = lab.host("one", "patient"), lab.host("one", "patient")
+    held = host.begin("one_hold", {SESSION: "alice"}, until=lab.gate("held"))
+    lab.wait_begun("one")
+    error = other.answer(other.begin("one_echo", {SESSION: "bob"}, text="x"))["error"]
+    assert "alice" in error["message"] and "max" in error["message"]
+    lab.open_gate("held")
+    host.result(held)
+    # It is idle now, but somebody's: it was named and used a moment ago.
+    error = other.answer(other.begin("one_echo", {SESSION: "bob"}, text="x"))["error"]
+    assert "alice" in error["message"]
+    # With nobody to come back for it the least recently used one makes room.
+    configure(keep="1ms")
+    lab.command("reload")
+    host.call("patient_echo", text="mine")
+    waiting = other.begin("patient_echo", text="next")
+    lab.wait_for("the call to queue", lambda: lab.status()["tables"]["waiting"] == 1)
+    assert other.answers(waiting) == []
+    host.close()
+    assert text_of(other.result(waiting)) == "next"
+    assert other.call("one_echo", {SESSION: "bob"}, text="x") == "x"
+    assert len(lab.pids("one")) == 1
+
+
+def test_instances_of_a_call_end_with_it_and_stay_within_the_cap(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="call", max=2)})
+    host, leaver = lab.host("plain"), lab.host("plain")
+    ids = [host.begin("whoami") for _ in range(6)]
+    leaver.begin("hold", until=lab.gate("never"))
+    pids = [json.loads(text_of(host.result(n)))["pid"] for n in ids]
+    assert len(set(pids)) == 6
+    leaver.kill()
+    lab.wait_gone(*{e["pid"] for e in lab.seen("plain", "start")})
+    alive, most = set(), 0
+    for event in lab.seen("plain"):
+        if event["event"] == "begin":
+            alive.add(event["pid"])
+            most = max(most, len(alive))
+        elif event["event"] == "end":
+            alive.discard(event["pid"])
+    assert most <= 2
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+
+
+def at_rest(lab):
+    tables = lab.status()["tables"]
+    return all(tables[name] == 0 for name in ("calls", "waiting", "leases", "questions", "tokens"))
+
+
+def test_a_floor_of_instances_is_kept(lab):
+    lab.configure({"demo": demo(scope="session", idleTimeout="300ms", min=1),
+                   "other": demo(scope="session", idleTimeout="300ms")})
+    host = lab.host("demo", "other")
+    pids = {host.whoami({SESSION: name}, "demo_")["pid"] for name in ("a", "b", "c")}
+    lab.wait_for("two of them to go", lambda: len([p for p in pids if is_running(p)]) <= 1)
+    lab.wait_gone(host.whoami({SESSION: "a"}, "other_")["pid"])
+    assert len(lab.pids("demo")) == 1
+
+
+def test_a_warm_process_is_taken_and_replaced(lab):
+    lab.configure({"plain": dict(lab.role("upstream", "plain", scope="session", warm=1, inheritEnv=[]),
+                                 cwd=lab.directory("place"))})
+    host = lab.host("plain")
+    host.tools()
+
+    def untouched():
+        return {e["pid"] for e in lab.seen("plain", "start") if is_running(e["pid"])
+                and not lab.seen("plain", "got", pid=e["pid"])}
+    warm = lab.wait_for("a process that waits for work", untouched)
+    taken = host.whoami({SESSION: "a"})["pid"]
+    assert taken in warm
+    later = lab.wait_for("its replacement", lambda: untouched() - warm)
+    assert host.whoami({SESSION: "b"})["pid"] in later
+    assert [e["message"]["method"] for e in lab.seen("plain", "got", pid=taken)][:2] == [
+        "initialize", "notifications/initialized"]
+
+
+def test_an_exclusive_server_does_one_thing_at_a_time_in_order(calm, tmp_path):
+    one, two = calm.host("alone"), calm.host("alone")
+    gate, tag = str(tmp_path / "gate"), str(tmp_path)
+    first = one.begin("hold", until=gate, tag=tag)
+    calm.wait_begun("alone", tag)
+    waiting = [two.begin("echo", text=str(n), tag=tag) for n in range(5)]
+    calm.wait_for("the others to wait", lambda: calm.status()["tables"]["waiting"] >= 5)
+    assert two.ask("ping") == {} and "echo" in two.tools()
+    dropped = one.begin("echo", text="never", tag=tag + "-dropped")
+    one.notify("notifications/cancelled", requestId=dropped)
+    open(gate, "w").close()
+    assert text_of(one.result(first)) == "held"
+    assert [text_of(two.result(n)) for n in waiting] == list("01234")
+    steps = [e["event"] for e in calm.seen("alone") if e.get("tag") == tag]
+    assert steps == ["begin", "end"] * 6
+    assert calm.seen("alone", "begin", tag=tag + "-dropped") == [] and one.answers(dropped) == []
+    answered = [m["id"] for m in two.seen if m.get("id") in waiting]
+    assert answered == waiting
+
+
+def test_a_caller_with_many_calls_does_not_starve_another(calm, tmp_path):
+    greedy, modest = calm.host("alone"), calm.host("alone")
+    gate, tag = str(tmp_path / "gate"), str(tmp_path)
+    greedy.begin("hold", until=gate, tag=tag)
+    calm.wait_begun("alone", tag)
+    many = [greedy.begin("echo", text="g", tag=tag) for _ in range(20)]
+    calm.wait_for("the calls to queue", lambda: calm.status()["tables"]["waiting"] >= 20)
+    few = [modest.begin("echo", text="m", tag=tag + "-modest") for _ in range(2)]
+    calm.wait_for("the calls to queue", lambda: calm.status()["tables"]["waiting"] >= 22)
+    open(gate, "w").close()
+    for host, ids in ((greedy, many), (modest, few)):
+        for host_id in ids:
+            host.result(host_id)
+    order = [e["tag"] for e in calm.seen("alone", "begin") if e["tag"].startswith(tag)]
+    assert [n for n, t in enumerate(order) if t.endswith("-modest")][-1] <= 6, order
+
+
 # ---------------------------------------------------------------------------
-# Surface
+# Surface: what a host sees, without waiting for anything
 # ---------------------------------------------------------------------------
 
 def make_schema(tools=(), resources=(), templates=(), capabilities=None, revision="2025-11-25"):
@@ -1059,8 +3462,586 @@ def test_surface_a_damaged_cache_file_is_ignored(tmp_path, loop, damage):
     assert not store.get(definition, {"roots": {}}).known, "other capabilities are another schema"
 
 
+def test_a_known_server_is_listed_at_once_and_started_by_the_first_call(lab):
+    """The second host meets a server that would need for ever to start, and then one that is gone."""
+    lab.configure({"slow": lab.role("upstream", "slow", "--gate", lab.gate("open"), scope="global"),
+                   "gone": {"command": lab.path("gone"), "mcpx": {"scope": "global"}}})
+    with open(lab.path("gone"), "w") as file:
+        file.write("#!/bin/sh\nexec '%s' '%s' --role upstream\n" % (sys.executable, os.path.abspath(__file__)))
+    os.chmod(lab.path("gone"), 0o755)
+    lab.open_gate("open")
+    tools = lab.host("slow").tools()
+    assert lab.host("gone").tools() == tools
+    lab.command("stop")
+    os.remove(lab.gate("open"))
+    os.remove(lab.path("gone"))
+    starts = len(lab.seen("slow", "start"))
+    host, gone = lab.host("slow"), lab.host("gone")
+    assert host.tools() == gone.tools() == tools
+    assert len(lab.seen("slow", "start")) == starts, "a list has started a server"
+    call = host.begin("echo", text="x")
+    lab.wait_for("the start", lambda: len(lab.seen("slow", "start")) > starts)
+    lab.open_gate("open")
+    assert text_of(host.result(call)) == "x"
+    with pytest.raises(Refused) as refused:
+        gone.call("echo", text="x")
+    assert lab.path("gone") in refused.value.error["message"]
+
+
+def test_one_slow_server_among_ten_holds_up_nobody(lab):
+    servers = {"s%d" % n: demo(scope="global") for n in range(9)}
+    servers["slow"] = lab.role("upstream", "slow", "--gate", lab.gate("slow"), scope="global")
+    lab.configure(servers, coldWait="2s")
+    slow = lab.start("slow")
+    hello = slow.hello()
+    lab.wait_for("the slow one's start", lambda: lab.seen("slow", "start"))
+    hosts = [lab.start("s%d" % n) for n in range(9)]
+    for host in hosts:
+        assert host.greet(10).call("echo", text="x") == "x"
+    # A host is answered before it loses patience, and told when there is more.
+    slow.result(hello, 10)
+    slow.notify("notifications/initialized")
+    assert slow.answer(slow.request("tools/list"), 10)
+    lab.open_gate("slow")
+    slow.notification("notifications/tools/list_changed")
+    assert "echo" in slow.tools() and slow.call("echo", text="x") == "x"
+    assert len(lab.seen("slow", "start")) <= 2
+
+
+def test_a_start_goes_on_when_its_host_has_given_up(lab):
+    lab.configure({"slow": lab.role("upstream", "slow", "--gate", lab.gate("slow"), scope="global")}, coldWait="30s")
+    for _ in range(3):
+        host = lab.start("slow")
+        host.hello()
+        assert host.ask("ping") == {}
+        lab.wait_for("a start", lambda: lab.seen("slow", "start"))
+        host.close()
+    lab.open_gate("slow")
+    assert "echo" in lab.host("slow").tools()
+    assert len(lab.seen("slow", "start")) == 1
+
+
+def test_a_server_that_never_answers_is_given_up(lab):
+    lab.configure({"silent": lab.role("silent", "silent", startTimeout="600ms"), "good": demo()},
+                  coldWait="300ms", stop_eofGrace="200ms")
+    silent, good = lab.start("silent"), lab.host("good")
+    error = complaint(silent)
+    assert "silent" in error["message"]
+    assert good.call("echo", text="x") == "x"
+
+
+def test_new_tools_are_announced_to_all_and_listed_afresh(lab):
+    lab.configure({"demo": demo(scope="global")})
+    one, two = lab.host("demo"), lab.host("demo")
+    assert "novel" not in one.tools() + two.tools()
+    one.call("add_tool", name="novel")
+    for host in (one, two):
+        host.notification("notifications/tools/list_changed")
+        lab.wait_for("the new tool", lambda: "novel" in host.tools())
+    assert "novel" in lab.host("demo").tools()
+    assert "novel" in lab.command("ls", "demo")
+
+
+def test_a_server_that_comes_back_different_is_announced(lab):
+    def has(*tools):
+        with open(lab.path("tools"), "w") as file:
+            file.write(" ".join(tools))
+
+    has("old")
+    lab.configure({"versions": lab.role("versions", "versions", "--tools", lab.path("tools"), scope="global")},
+                  backoff_first="50ms")
+    one, two = lab.host("versions"), lab.host("versions")
+    assert "old" in one.tools() and "old" in two.tools()
+    one.call("echo", text="x")
+    has("new")
+    one.answer(one.begin("exit"))
+    assert one.call("echo", text="x") == "x"
+    for host in (one, two):
+        host.notification("notifications/tools/list_changed")
+        lab.wait_for("the new tool", lambda: "new" in host.tools() and "old" not in host.tools())
+    # A storm of announcements is not passed on as a storm.
+    before = len(two.all("notifications/tools/list_changed"))
+    has("new", "newer")
+    one.call("announce", times=100)
+    lab.wait_for("the announcement", lambda: len(two.all("notifications/tools/list_changed")) > before)
+    lab.wait_for("the newer tool", lambda: "newer" in two.tools())
+    assert len(two.all("notifications/tools/list_changed")) - before <= 20
+
+
+def test_several_servers_in_one_host_keep_their_names_apart(lab):
+    lab.configure({"left": demo(scope="session"), "right": demo(scope="session"),
+                   "role": lab.role("upstream", None, scope="session"),
+                   "broken": lab.role("broken", None, "--how", "exit")}, coldWait="3s")
+    host = lab.host("left", "right", "role", "broken", capabilities={"elicitation": {}},
+                    replies={"elicitation/create": lambda p: {"action": "accept", "content": {"answer": p["message"]}}})
+    tools = host.tools()
+    assert {"left_echo", "right_echo", "role_hold"} <= set(tools) and len(tools) == len(set(tools))
+    assert not [t for t in tools if not t.startswith(("left_", "right_", "role_"))]
+    host.call("left_set", value="L"), host.call("right_set", value="R")
+    assert (host.call("left_get"), host.call("right_get")) == ("L", "R")
+    prompts = [p["name"] for p in host.ask("prompts/list")["prompts"]]
+    assert {"left_greet", "right_greet"} <= set(prompts)
+    assert "Bo" in json.dumps(host.ask("prompts/get", {"name": "right_greet", "arguments": {"name": "Bo"}}))
+    uris = [r["uri"] for r in host.ask("resources/list")["resources"]]
+    assert "demo://state" in uris and "role://one" in uris
+    assert host.ask("resources/read", {"uri": "role://one"})["contents"][0]["uri"] == "role://one"
+    assert "left" in host.call("left_ask", message="how") or "how" in host.call("left_ask", message="how")
+    for unknown in ("echo", "left_never", "never_echo"):
+        answer = host.answer(host.begin(unknown, text="x"))
+        assert "error" in answer or answer["result"]["isError"]
+    assert host.tools() == tools, "the order of a list is the same each time"
+
+
 # ---------------------------------------------------------------------------
-# Shim
+# Questions: to the host whose call asked, or to nobody
+# ---------------------------------------------------------------------------
+
+ALL_CAPABILITIES = {"elicitation": {}, "sampling": {}, "roots": {}}
+
+
+def replies_of(name):
+    return {
+        "elicitation/create": lambda params: {"action": "accept", "content": {"answer": name}},
+        "sampling/createMessage": lambda params: {"role": "assistant", "model": name,
+                                                  "content": {"type": "text", "text": name}},
+        "roots/list": lambda params: {"roots": [{"uri": "file:///" + name, "name": name}]},
+    }
+
+
+def asked(host):
+    return [m for m in host.seen if "method" in m and "id" in m]
+
+
+def test_a_question_goes_to_the_host_whose_call_asked(lab):
+    lab.configure({"curious": lab.role("curious", "curious", scope="global"), "demo": demo(scope="global")},
+                  question_timeout="60s")
+    hosts = [lab.host("curious", "demo", capabilities=ALL_CAPABILITIES, replies=replies_of(name))
+             for name in ("ann", "bob")]
+    for name, host in zip(("ann", "bob"), hosts):
+        for method in ("elicitation/create", "sampling/createMessage"):
+            assert name in host.call("curious_inquire", method=method)
+        assert name in host.call("demo_ask", message="who?") and name in host.call("demo_sample", text="hi")
+        assert len(asked(host)) == 4
+    # Other hosts' calls of a tool that does not ask go on while a person thinks.
+    slow = lab.host("curious", capabilities=ALL_CAPABILITIES)
+    thinking = slow.begin("inquire")
+    question = slow.expect(lambda m: m.get("method") == "elicitation/create", "the question")
+    assert hosts[0].call("curious_echo", text="x") == "x"
+    slow.send({"id": question["id"], "result": {"action": "decline"}})
+    assert "decline" in text_of(slow.result(thinking))
+
+
+def test_calls_of_a_tool_that_is_known_to_ask_do_not_overlap(lab):
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="8s")
+    hosts = {name: lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name))
+             for name in ("ann", "bob")}
+    for name, host in hosts.items():
+        assert name in host.call("inquire")
+    ids = [(name, host, host.begin("inquire")) for _ in range(3) for name, host in hosts.items()]
+    for name, host, host_id in ids:
+        assert name in text_of(host.result(host_id))
+
+
+def test_a_question_that_only_one_call_can_have_asked_is_answered(lab):
+    """Two calls are in flight; the one that can end does, and what remains must be the one that asked."""
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="60s")
+    ann, bob = (lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name)) for name in ("ann", "bob"))
+    held = bob.begin("hold", until=lab.gate("bob"))
+    lab.wait_begun("curious")
+    question = ann.begin("inquire")
+    lab.wait_for("the question", lambda: lab.seen("curious", "asked"))
+    lab.open_gate("bob")
+    assert text_of(bob.result(held)) == "held"
+    assert "ann" in text_of(ann.result(question))
+    assert asked(bob) == []
+
+
+def test_a_question_of_nobody_knows_whom_is_asked_of_nobody(lab):
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="4s")
+    ann, bob = (lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name)) for name in ("ann", "bob"))
+    one = ann.begin("inquire", after=lab.gate("ann"))
+    two = bob.begin("inquire", after=lab.gate("bob"))
+    lab.wait_begun("curious", count=2)
+    lab.open_gate("ann")
+    questions = lab.wait_for("the open question", lambda: lab.status()["questions"])
+    assert (questions[0]["server"], questions[0]["method"]) == ("curious", "elicitation/create")
+    assert "cancel" in text_of(ann.result(one))
+    assert asked(ann) == asked(bob) == []
+    lab.open_gate("bob")
+    assert "bob" in text_of(bob.result(two))
+    assert lab.status()["questions"] == []
+
+
+def test_an_exclusive_server_never_asks_the_wrong_host(lab):
+    lab.configure({"curious": lab.role("curious", None, scope="global", sharing="exclusive")}, question_timeout="60s")
+    hosts = {name: lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name))
+             for name in ("ann", "bob", "cid")}
+    ids = [(name, host, host.begin("inquire")) for _ in range(3) for name, host in hosts.items()]
+    for name, host, host_id in ids:
+        assert name in text_of(host.result(host_id))
+
+
+@pytest.mark.parametrize("capabilities", [{}, {"elicitation": {}}, {"roots": {"listChanged": True}}, {"sampling": {}}],
+                         ids=["none", "elicitation", "roots", "sampling"])
+@pytest.mark.parametrize("scope", ["session", "global"])
+def test_a_server_is_promised_what_its_host_can_do_and_asked_questions_get_an_answer(lab, capabilities, scope):
+    lab.configure({"curious": lab.role("curious", "curious", scope=scope)}, question_timeout="1s")
+    host = lab.host("curious", capabilities=capabilities, replies=replies_of("xavier"), revision="2025-11-25")
+    pid = host.whoami()["pid"]
+    (hello,) = [e["message"] for e in lab.seen("curious", "got", pid=pid) if e["message"].get("method") == "initialize"]
+    expected = {k for k in capabilities if k != "roots" or scope == "session"}
+    assert {"elicitation", "sampling", "roots"} & set(hello["params"]["capabilities"]) == expected
+    for method, capability in (("elicitation/create", "elicitation"), ("sampling/createMessage", "sampling"),
+                               ("roots/list", "roots")):
+        text = host.call("inquire", method=method)
+        assert ("xavier" in text) == (capability in expected), text
+        assert capability in expected or '"code"' in text or "cancel" in text
+    assert len(asked(host)) == len(expected)
+
+
+def test_a_question_ends_with_the_call_and_with_the_host(lab):
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="60s")
+    host, other = lab.host("curious", capabilities=ALL_CAPABILITIES), lab.host("curious")
+    host.begin("inquire")
+    host.expect(lambda m: m.get("method") == "elicitation/create", "the question")
+    host.kill()
+    lab.wait_for("the question's end", lambda: at_rest(lab))
+    assert other.call("echo", text="x") == "x"
+
+
+def test_tasks_belong_to_the_host_that_began_them(lab):
+    lab.configure({"tasks": lab.role("tasks", "tasks", scope="global")})
+    one, two = lab.host("tasks", revision="2025-11-25"), lab.host("tasks", revision="2025-11-25")
+    assert one.welcome["capabilities"]["tasks"]
+    old = lab.host("tasks", revision="2025-06-18")
+    assert "tasks" not in old.welcome["capabilities"]
+    assert [t["execution"] for t in one.ask("tools/list")["tools"] if t["name"] == "hold"] == [
+        {"taskSupport": "optional"}]
+    assert not any("execution" in t for t in old.ask("tools/list")["tools"])
+    ids = {}
+    for host, name in ((one, "one"), (two, "two"), (one, "three")):
+        task = host.result(host.begin("hold", until=lab.gate(name), task={"ttl": 60_000}))["task"]
+        assert task["status"] == "working"
+        ids[name] = {"taskId": task["taskId"]}
+    assert len({t["taskId"] for t in ids.values()}) == 3
+    for method in ("tasks/get", "tasks/cancel", "tasks/result"):
+        with pytest.raises(Refused) as refused:
+            two.ask(method, ids["one"])
+        assert refused.value.error["code"] == -32602
+    waiting = one.request("tasks/result", ids["one"])
+    assert one.ask("tasks/get", ids["one"])["status"] == "working"
+    lab.open_gate("one")
+    result = one.result(waiting)
+    assert text_of(result) == "held" and result["_meta"][RELATED_TASK] == ids["one"]
+    assert one.ask("tasks/get", ids["one"])["status"] == "completed"
+    assert one.ask("tasks/cancel", ids["three"])["status"] == "cancelled"
+    if "list" in one.welcome["capabilities"]["tasks"]:
+        listed = {t["taskId"] for t in one.ask("tasks/list")["tasks"]}
+        assert listed == {ids["one"]["taskId"], ids["three"]["taskId"]}
+    assert two.ask("tasks/get", ids["two"])["status"] == "working"
+    lab.open_gate("two")
+    assert text_of(two.ask("tasks/result", ids["two"])) == "held"
+
+
+# ---------------------------------------------------------------------------
+# Host: one that misbehaves is nobody else's trouble
+# ---------------------------------------------------------------------------
+
+def test_a_host_that_does_not_read_is_cut_off_and_others_do_not_notice(lab):
+    lab.configure({"demo": demo(scope="global")}, limits_hostQueueBytes="8MiB")
+    other = lab.host("demo")
+    lazy = lab.start("demo", reads=False)
+    lazy.hello()
+    lazy.notify("notifications/initialized")
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            lazy.begin("big", bytes=4 << 20)
+    for n in range(20):
+        assert other.call("echo", text=str(n)) == str(n)
+    lab.wait_for("the lazy one's end", lambda: len(lab.status()["hosts"]) == 1 or at_rest(lab))
+    assert other.call("echo", text="x") == "x"
+    lazy.kill()
+    lazy.process.stdout.close()
+    lab.wait_for("one host", lambda: len(lab.status()["hosts"]) == 1)
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+
+
+def test_nothing_of_a_host_remains_after_it(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global"), "demo": demo(scope="session")},
+                  limits_hostQueueBytes="8MiB")
+    stays = lab.host("plain", "demo")
+    stays.call("plain_echo", text="x"), stays.call("demo_echo", text="x")
+    daemon = lab.daemon_pid()
+
+    def open_files():
+        return len(os.listdir("/proc/%d/fd" % daemon)) if os.path.isdir("/proc/self") else 0
+
+    before = open_files()
+    for n in range(12):
+        host = lab.host("plain", "demo")
+        host.call("demo_echo", text="x")
+        host.ask("resources/subscribe", {"uri": "role://one"})
+        host.begin("plain_hold", {"progressToken": n}, until=lab.gate("end"))
+        if n % 3 == 0:
+            host.write(b'{"jsonrpc":"2.0","id":1,')
+        host.kill() if n % 2 else host.close()
+    lab.open_gate("end")
+    lab.wait_for("one host and one instance of each", lambda: (
+        len(lab.status()["hosts"]), len(lab.status()["instances"])) == (1, 2))
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+    lab.wait_for("closed descriptors", lambda: open_files() <= before + 1)
+    assert stays.call("plain_echo", text="x") == "x"
+
+
+def cpu_seconds(pid):
+    with open("/proc/%d/stat" % pid) as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads processor time from /proc")
+def test_nobody_runs_in_circles_where_a_pipe_has_ended(lab):
+    lab.configure({"closing": lab.role("closing", None, scope="session"), "demo": demo(scope="global")},
+                  stop_eofGrace="300ms", stop_termGrace="300ms")
+    reader_gone = lab.start("demo", reads=False)
+    reader_gone.process.stdout.close()
+    reader_gone.hello()
+    hosts = [lab.host("closing") for _ in range(3)]
+    calls = [host.begin("shut", fd=fd) for fd, host in enumerate(hosts)]
+    # The server that hears nothing more: what is sent to it gets an error, or waits for its end.
+    with contextlib.suppress(OSError):
+        hosts[0].begin("echo", text="x" * (1 << 20))
+    assert is_lost(hosts[1].answer(calls[1])["error"])
+    half = lab.host("demo")
+    half.process.stdin.close()
+    half.process.wait(PATIENCE_S)
+    other = lab.host("demo")
+    assert other.call("echo", text="x") == "x"
+    watched = [lab.daemon_pid()] + [h.pid for h in lab.hosts if h.process.poll() is None]
+    before = {pid: cpu_seconds(pid) for pid in watched}
+    time.sleep(1)  # not a wait: the span that is measured
+    spent = {pid: cpu_seconds(pid) - before[pid] for pid in watched if is_running(pid)}
+    assert sum(spent.values()) < 0.3, spent
+    assert other.call("echo", text="x") == "x"
+
+
+# ---------------------------------------------------------------------------
+# Daemon: one, detached, and replaceable
+# ---------------------------------------------------------------------------
+
+def daemons(lab):
+    """What runs here and is neither a shim nor a server."""
+    shims, servers = {h.pid for h in lab.hosts}, set(lab.pids(None))
+    return [pid for pid in lab.processes() if pid not in shims | servers]
+
+
+def test_thirty_hosts_started_at_once_find_one_daemon_and_one_server(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")})
+    hosts = [lab.start("plain") for _ in range(30)]
+    for host in hosts:
+        host.greet(60)
+    pids = {host.whoami()["pid"] for host in hosts}
+    assert len(pids) == 1
+    assert len(lab.seen("plain", "start")) == 1
+    lab.wait_for("one daemon", lambda: len(daemons(lab)) == 1)
+    assert daemons(lab) == [lab.daemon_pid()]
+    assert len(lab.status()["hosts"]) == 30
+
+
+def test_a_host_that_captures_all_output_gets_its_end(lab):
+    """The daemon that the first shim starts keeps none of its descriptors, nor its directory."""
+    lab.configure({"demo": demo(scope="global")})
+    reads, write = os.pipe()
+    spare = [os.dup(write) for _ in range(4)]
+    folder = lab.directory("folder")
+    done = subprocess.run(
+        [sys.executable, MCPX, "serve", "demo"], cwd=folder, env=lab.env, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, timeout=PATIENCE_S, pass_fds=spare, start_new_session=True,
+        input=as_line({"id": 1, "method": "initialize", "params": {
+            "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}})
+        + as_line({"method": "notifications/initialized"}) + as_line(echo_request(2, "x")))
+    for fd in (write, *spare):
+        os.close(fd)
+    answers = {m["id"]: m for m in map(json.loads, done.stdout.splitlines()) if "id" in m}
+    assert answers[1]["result"]["protocolVersion"] == "2025-06-18", lab.report()
+    assert select.select([reads], [], [], PATIENCE_S)[0] and os.read(reads, 1) == b""
+    os.close(reads)
+    daemon = lab.daemon_pid()
+    assert is_running(daemon) and os.getsid(daemon) != os.getsid(0)
+    if os.path.isdir("/proc/self"):
+        assert os.readlink("/proc/%d/cwd" % daemon) != folder
+        with open("/proc/%d/stat" % daemon) as file:
+            assert int(file.read().rpartition(")")[2].split()[1]) != os.getpid(), "it hangs below its starter"
+
+
+def test_an_interrupt_at_the_terminal_ends_one_host_only(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")})
+    first, other = lab.host("plain"), lab.host("plain")
+    pid, daemon = first.whoami()["pid"], lab.daemon_pid()
+    held = other.begin("hold", until=lab.gate("held"))
+    lab.wait_begun("plain", count=2)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, number)
+    first.process.wait(PATIENCE_S)
+    lab.open_gate("held")
+    assert text_of(other.result(held)) == "held"
+    assert other.whoami()["pid"] == pid and lab.daemon_pid() == daemon
+
+
+def test_a_daemon_killed_in_mid_call_is_replaced_and_no_host_is_cut_off(lab):
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global"), "demo": demo(scope="session")},
+                  stop_eofGrace="500ms", stop_termGrace="500ms", backoff_first="50ms")
+    one, two, idle = lab.host("plain"), lab.host("plain"), lab.host("demo")
+    one.tools(), two.tools(), idle.call("set", value="x")
+    one.ask("resources/subscribe", {"uri": "role://x"})
+    one.ask("logging/setLevel", {"level": "warning"})
+    calls = [(host, host.begin("hold", until=lab.gate("go"), tag="once"),
+              host.begin("watch", until=lab.gate("go"), tag="again")) for host in (one, two)]
+    lab.wait_begun("plain", count=4)
+    daemon = lab.daemon_pid()
+    os.kill(daemon, signal.SIGKILL)
+    lab.wait_gone(daemon)
+    new = lab.wait_for("a new daemon", lambda: lab.run("status").returncode == 0 and lab.daemon_pid())
+    assert new != daemon
+    lab.open_gate("go")
+    for host, held, watch in calls:
+        assert text_of(host.result(watch)) == "watched"
+        answer = host.answer(held)
+        assert is_lost(answer["error"]) if "error" in answer else text_of(answer["result"]) == "held"
+        assert len(host.answers(held)) == len(host.answers(watch)) == 1
+        assert host.process.poll() is None
+    assert len(lab.seen("plain", "begin", tag="once")) == 2, "a call was repeated that must not be"
+    assert "echo" in one.tools() and idle.call("echo", text="x") == "x"
+    one.call("touch", uri="role://x")
+    one.notification("notifications/resources/updated", uri="role://x")
+    pid = one.whoami()["pid"]
+    assert [m["params"]["level"] for m in (e["message"] for e in lab.seen("plain", "got", pid=pid))
+            if m.get("method") == "logging/setLevel"][-1:] == ["warning"]
+    assert len(daemons(lab)) == 1
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+    # Of each server there is one process, none of the old daemon's besides it.
+    lab.wait_for("one process of the server", lambda: len(
+        {e["pid"] for e in lab.seen("plain", "start") if is_running(e["pid"])}) == 1)
+
+
+def test_daemons_killed_one_after_another_lose_no_answer(lab):
+    """Each call sees one daemon die; one that sees a second die may be reported as lost."""
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, backoff_first="50ms", backoff_max="50ms",
+                  stop_eofGrace="200ms", stop_termGrace="200ms")
+    hosts = [lab.host("plain") for _ in range(3)]
+    for name in ("first", "second", "third"):
+        ids = [(host, host.begin("watch", until=lab.gate(name), tag=name)) for _ in range(5) for host in hosts]
+        lab.wait_begun("plain", name, count=len(ids))
+        daemon = lab.daemon_pid()
+        os.kill(daemon, signal.SIGKILL)
+        lab.wait_begun("plain", name, count=2 * len(ids))
+        lab.open_gate(name)
+        for host, host_id in ids:
+            assert text_of(host.result(host_id)) == "watched"
+            assert len(host.answers(host_id)) == 1
+        assert lab.daemon_pid() != daemon
+
+
+def test_a_pid_of_somebody_else_in_the_records_is_left_alone(lab):
+    """The machine has been restarted, and the numbers in the daemon's record and its children's are others' now."""
+    lab.configure({"demo": demo(scope="global"), "other": demo(scope="global")})
+    host = lab.host("demo", "other")
+    host.call("demo_echo", text="x"), host.call("other_echo", text="x")
+    daemon = lab.daemon_pid()
+    os.kill(daemon, signal.SIGKILL)
+    lab.wait_gone(daemon)
+    host.kill()
+    for pid in [p for p in lab.processes() if p != host.pid]:
+        os.kill(pid, signal.SIGKILL)
+    lab.wait_for("quiet", lambda: not lab.processes())
+    stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        for folder, _, files in os.walk(os.path.join(lab.state, "mcpx")):
+            for path in (os.path.join(folder, name) for name in files if name.endswith(".json")):
+                with open(path) as file:
+                    record = json.load(file)
+                if isinstance(record, dict) and "pid" in record:
+                    with open(path, "w") as file:
+                        json.dump(dict(record, pid=stranger.pid), file)
+        assert lab.run("status").returncode == 1
+        assert lab.host("demo").call("echo", text="x") == "x"
+        lab.command("stop")
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_daemon_without_work_ends_and_the_next_call_starts_another(lab):
+    lab.configure({"demo": demo(scope="session")}, idleExit="500ms")
+    host = lab.host("demo")
+    daemon = lab.daemon_pid()
+    assert host.call("echo", text="x") == "x"
+    host.close()
+    lab.wait_gone(daemon)
+    assert lab.run("status").returncode == 1
+    assert lab.command("call", "demo.echo", "text=again").strip() == "again"
+
+
+@pytest.mark.parametrize("thing", ["stale socket", "lock file", "garbage record", "damaged cache"])
+def test_what_a_dead_daemon_left_is_no_obstacle(lab, thing):
+    lab.configure({"demo": demo(scope="global")})
+    assert lab.command("call", "demo.echo", "text=x").strip() == "x"
+    record = lab.status()["daemon"]
+    lab.command("stop")
+    state = os.path.join(lab.state, "mcpx")
+    if thing == "stale socket":
+        with socket.socket(socket.AF_UNIX) as dead:
+            os.makedirs(os.path.dirname(record["socket"]), mode=0o700, exist_ok=True)
+            dead.bind(record["socket"])
+    elif thing == "lock file":
+        for name in os.listdir(state):
+            if name.endswith(".lock"):
+                with open(os.path.join(state, name), "w") as file:
+                    file.write(str(os.getpid()))
+    elif thing == "damaged cache":
+        for folder, _, files in os.walk(os.path.join(state, "cache")):
+            for name in files:
+                with open(os.path.join(folder, name), "w") as file:
+                    file.write("{half")
+        assert "echo" in lab.host("demo").tools()
+    else:
+        name = [n for n in os.listdir(state) if n.endswith(".lock")][0]
+        for path in (os.path.join(state, name.replace(".lock", ".json")), os.path.join(state, "children", "x.json")):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write("{half")
+    assert lab.command("call", "demo.echo", "text=x").strip() == "x"
+    if thing == "garbage record":
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(state, "children", "x.json"))
+
+
+@pytest.mark.parametrize("long_name", ["r" * 90, "r" * 200, "漢字 with space " * 5])
+def test_a_runtime_directory_too_long_for_a_socket_is_no_obstacle(lab, long_name):
+    lab.configure({"demo": demo(scope="global")})
+    lab.env["XDG_RUNTIME_DIR"] = lab.directory(long_name)
+    host = lab.host("demo")
+    assert host.call("echo", text="x") == "x"
+    assert lab.command("call", "demo.whoami", "--json")["structuredContent"]["pid"] == host.whoami()["pid"]
+    assert len(lab.status()["daemon"]["socket"].encode()) < 104
+
+
+def test_launchers_with_and_without_a_runtime_directory_meet(lab):
+    lab.configure({"demo": demo(scope="global")})
+    pid = lab.host("demo").whoami()["pid"]
+    for value in (None, lab.path("nowhere")):
+        env = {key: v for key, v in lab.env.items() if key != "XDG_RUNTIME_DIR"}
+        if value:
+            env["XDG_RUNTIME_DIR"] = value
+        done = subprocess.run([sys.executable, MCPX, "call", "demo.whoami", "--json"], env=env, cwd=lab.work,
+                              stdout=subprocess.PIPE, timeout=PATIENCE_S)
+        assert json.loads(done.stdout)["structuredContent"]["pid"] == pid
+
+
+# ---------------------------------------------------------------------------
+# Shim: it stays while its host does
 # ---------------------------------------------------------------------------
 
 def test_shim_json_without_the_json_module_is_json():
@@ -1148,3 +4129,219 @@ def test_shim_the_files_head_is_shell_and_python_and_names_its_licence():
     boot = head.split("<boot>")[2]
     assert "'" not in boot and "\\" not in boot
     compile(boot, "boot", "exec")
+
+
+@pytest.mark.parametrize("end", ["eof", "eof in a call", "sigterm"])
+def test_a_shim_ends_with_its_host_before_the_host_loses_patience(lab, end):
+    """Hosts send SIGTERM two seconds after the end of input."""
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, shim_drainTimeout=None)
+    host = lab.host("plain")
+    if end == "eof in a call":
+        host.begin("hold", until=lab.gate("never"))
+        lab.wait_begun("plain")
+    if end == "sigterm":
+        host.process.send_signal(signal.SIGTERM)
+    assert host.close(2) == 0
+
+
+def test_a_shim_outlives_a_stopped_daemon_and_starts_one_for_the_next_request(lab):
+    lab.configure({"demo": demo(scope="session")})
+    host, other = lab.host("demo"), lab.host("demo")
+    host.call("set", value="lost on purpose")
+    daemon = lab.daemon_pid()
+    lab.command("stop")
+    assert not is_running(daemon) and host.process.poll() is None
+    # A daemon that was stopped stays so until somebody wants something.
+    assert lab.run("status").returncode == 1
+    result = host.result(host.begin("get"))
+    assert text_of(result) == "" and RESTARTED in result["_meta"]
+    assert other.call("echo", text="x") == "x"
+    assert lab.daemon_pid() != daemon
+
+
+def test_a_listener_that_is_no_daemon_does_not_hold_a_host_for_ever(lab):
+    """Something accepts on the socket and says nothing; the host gets an answer, good or bad, within seconds."""
+    lab.configure({"demo": demo(scope="session")})
+    lab.command("call", "demo.echo", "text=x")
+    path = lab.status()["daemon"]["socket"]
+    lab.command("stop")
+    with socket.socket(socket.AF_UNIX) as squatter:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        squatter.bind(path)
+        squatter.listen(5)
+        host = lab.start("demo")
+        host.answer(host.hello(), 30)
+        host.close()
+    if lab.run("status").returncode:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+@pytest.mark.parametrize("why", ["asked for", "no socket can be had"])
+def test_a_shim_can_do_without_a_daemon(lab, why):
+    lab.configure({"demo": demo(scope="session")})
+    if why == "asked for":
+        host = lab.start("demo", "--standalone")
+    else:
+        shutil.rmtree(lab.path("state"))
+        with open(lab.path("state"), "w") as file:
+            file.write("no directory")
+        host = lab.start("demo")
+    host.greet()
+    host.call("set", value="kept")
+    assert host.call("get") == "kept"
+    pid = host.whoami()["pid"]
+    assert [p for p in lab.processes() if p not in (host.pid, pid)] == []
+    if why != "asked for":
+        assert tail(host.errors_path).strip(), "it runs alone and does not say so"
+    assert host.close() == 0
+    lab.wait_gone(pid)
+    if why != "asked for":
+        os.remove(lab.path("state"))
+
+
+def test_serving_an_unknown_server_says_which_names_there_are(lab):
+    lab.configure({"demo": demo()})
+    host = lab.start("demmo")
+    with contextlib.suppress(OSError):
+        host.hello()
+    host.expect(lambda m: "error" in m or "end" in m, "a refusal")
+    with contextlib.suppress(OSError):
+        host.process.stdin.close()
+    host.process.wait(PATIENCE_S)
+    said = tail(host.errors_path) + json.dumps([m for m in host.seen if "error" in m])
+    assert "demmo" in said and "demo" in said.replace("demmo", "")
+
+
+# ---------------------------------------------------------------------------
+# Commands: what a person asks for
+# ---------------------------------------------------------------------------
+
+def test_commands_say_what_they_did_and_their_status_says_how_it_went(lab):
+    lab.configure({"demo": demo(scope="session"), "off": dict(demo(), disabled=True)})
+    nothing = lab.run("status")
+    assert nothing.returncode == 1 and nothing.stdout + nothing.stderr
+    assert lab.command("call", "demo.echo", "text=hello world").strip() == "hello world"
+    assert lab.command("call", "demo.add", "n=41", "--session", "s").strip() == "41"
+    assert lab.command("call", "demo.add", "--json-args", '{"n": 1}', "--session", "s").strip() == "42"
+    assert lab.command("call", "demo.echo", "text=x", "--json")["content"] == [{"type": "text", "text": "x"}]
+    failed = lab.run("call", "demo.fail", "message=no luck")
+    assert failed.returncode == 1 and "no luck" in failed.stdout + failed.stderr
+    for words in (["call", "demo"], ["call", "demo.echo", "text"], ["no-such-command"], ["call"]):
+        assert lab.run(*words).returncode == 2, words
+    for words in (["call", "demmo.echo", "text=x"], ["call", "demo.never"], ["why", "demmo"], ["stop", "demmo"]):
+        done = lab.run(*words)
+        assert done.returncode in (1, 2) and done.stderr.strip() and "Traceback" not in done.stderr, words
+    assert "demo" in lab.command("ls") and "echo" in lab.command("ls", "demo")
+    assert [t["name"] for t in json.loads(lab.run("ls", "demo", "--json").stdout)["tools"] if t["name"] == "echo"]
+    assert lab.command("status") and lab.command("settings") and lab.command("config", "--check")
+    assert lab.command("status", "--json")["daemon"]["config"] == lab.config
+    # A session that the command line made up ends with the command; one that was named stays.
+    lab.wait_for("one instance", lambda: [i["key"] for i in lab.instances("demo")] == ["session:s"])
+    (instance,) = lab.instances("demo")
+    lab.command("stop", instance["id"])
+    assert not is_running(instance["pid"])
+    assert lab.command("stop") and lab.run("status").returncode == 1
+    assert lab.run("stop").returncode in (0, 1)
+
+
+def test_two_configurations_have_two_daemons(lab):
+    lab.configure({"demo": demo(scope="global")})
+    pid = lab.host("demo").whoami()["pid"]
+    other = lab.path("other.json")
+    shutil.copy(lab.config, other)
+    try:
+        for words in (["--config", other, "call", "demo.whoami", "--json"],
+                      ["call", "demo.whoami", "--json", "--config", other]):
+            assert lab.command(*words)["structuredContent"]["pid"] != pid
+        by_env = lab.command("call", "demo.whoami", "--json", env={"MCPX_CONFIG": other})
+        assert by_env["structuredContent"]["pid"] not in (pid,)
+        assert lab.status()["daemon"]["pid"] != lab.command("status", "--json", "--config", other)["daemon"]["pid"]
+    finally:
+        lab.command("stop", "--config", other)
+
+
+def test_a_restart_gives_a_new_process_and_says_so(lab):
+    lab.configure({"demo": demo(scope="global")})
+    host = lab.host("demo")
+    pid = host.whoami()["pid"]
+    lab.command("restart", "demo")
+    lab.wait_gone(pid)
+    result = host.result(host.begin("whoami"))
+    assert result["structuredContent"]["pid"] != pid and result["_meta"][RESTARTED]["reason"]
+
+
+def test_logs_show_what_a_server_complained_about_and_do_not_grow_for_ever(lab):
+    lab.configure({"flood": lab.role("flood", None, scope="global")}, **{"log_maxBytes": "200KiB", "log_files": 2})
+    host = lab.host("flood")
+    assert host.call("flood", kind="stderr", count=10_000) == "complained"
+    assert "complaint 9999" in lab.wait_for(
+        "the last complaint", lambda: "complaint 9999" in lab.command("logs", "flood") and lab.command("logs", "flood"))
+    logs = os.path.join(lab.state, "mcpx", "logs")
+    sizes = {name: os.path.getsize(os.path.join(logs, name)) for name in os.listdir(logs)}
+    assert all(size <= 220 << 10 for size in sizes.values()), sizes
+    assert sum(size for name, size in sizes.items() if "flood" in name) <= 3 * (220 << 10)
+    assert len(lab.command("logs", "flood", "-n", "5").splitlines()) <= 6
+
+
+def test_the_demonstration_needs_nothing(lab):
+    done = lab.run("demo", within=90)
+    assert done.returncode == 0, done.stderr
+    assert all(scope in done.stdout for scope in SCOPES)
+
+
+# ---------------------------------------------------------------------------
+# All at once
+# ---------------------------------------------------------------------------
+
+def test_after_a_storm_everybody_has_one_answer_and_nothing_is_left(lab):
+    """16 hosts with 10 calls each, random delays and cancels; servers are killed, two hosts vanish."""
+    rng = random.Random(4711)
+    lab.configure({"demo": demo(scope="global"), "mine": demo(scope="session"),
+                   "alone": demo(scope="global", sharing="exclusive")},
+                  backoff_first="10ms", backoff_max="50ms", stop_eofGrace="1s")
+    hosts = [lab.start("demo", "mine", "alone") for _ in range(16)]
+    for host in hosts:
+        host.greet(60)
+    victims = [hosts[3], hosts[11]]
+    calls = []  # (host, id, what its text must hold, cancelled?)
+    for n in range(10):
+        for number, host in enumerate(hosts):
+            if host in victims and n == 7:
+                host.kill()
+            if host in victims and n >= 7:
+                continue
+            word = "%d-%d" % (number, n)
+            server = rng.choice(("demo_", "mine_", "alone_"))
+            if rng.random() < 0.5:
+                host_id = host.begin(server + "echo", {"progressToken": n}, text=word)
+            else:
+                host_id = host.begin(server + "sleep", {"progressToken": n}, seconds=rng.random() / 10,
+                                     every=0.02, text=word)
+            cancelled = rng.random() < 0.2
+            if cancelled:
+                host.notify("notifications/cancelled", requestId=host_id)
+            calls.append((host, host_id, word, cancelled))
+        if n in (2, 5, 8):
+            for pid in rng.sample(lab.pids(None), 2):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+    for host, host_id, word, cancelled in calls:
+        if host in victims or cancelled:
+            continue
+        answer = host.answer(host_id, 60)
+        assert len(host.answers(host_id)) == 1
+        if "error" in answer:
+            assert answer["error"]["code"] in (-32000, -32603), answer
+        else:
+            assert word in text_of(answer["result"])
+    for host, host_id, word, cancelled in calls:
+        assert not cancelled or len(host.answers(host_id)) <= 1
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+    assert len(lab.status()["hosts"]) == 14
+    for host in hosts:
+        if host not in victims:
+            host.close()
+    lab.wait_for("no host", lambda: lab.status()["hosts"] == [])
+    lab.wait_for("no private instance", lambda: lab.instances("mine") == [])
+    lab.wait_for("empty tables", lambda: at_rest(lab))
