@@ -139,6 +139,7 @@ LEGACY_REVISIONS = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 MODERN_REVISIONS = ("2026-07-28",)
 REVISIONS = LEGACY_REVISIONS + MODERN_REVISIONS
 LATEST_LEGACY = LEGACY_REVISIONS[-1]
+MODERN = MODERN_REVISIONS[-1]
 
 PARSE_ERROR = -32700
 INVALID_REQUEST = -32600
@@ -146,6 +147,10 @@ METHOD_NOT_FOUND = -32601
 INVALID_PARAMS = -32602
 INTERNAL_ERROR = -32603
 RESOURCE_NOT_FOUND = -32002
+HEADER_MISMATCH = -32020
+MISSING_CAPABILITY = -32021
+UNSUPPORTED_VERSION = -32022
+URL_ELICITATION_REQUIRED = -32042
 # The code is what several SDKs use for "connection closed"; programs look at the mark.
 STREAM_LOST = -32000
 STREAM_LOST_DATA = {"mcpxStreamLost": True}
@@ -178,6 +183,13 @@ META_PARENT = "dev.mcpx/parent-session"
 META_CWD = "dev.mcpx/cwd"
 META_RESTARTED = "dev.mcpx/restarted"
 META_RELATED_TASK = "io.modelcontextprotocol/related-task"
+META_VERSION = "io.modelcontextprotocol/protocolVersion"
+META_CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
+META_CLIENT_INFO = "io.modelcontextprotocol/clientInfo"
+META_LOG_LEVEL = "io.modelcontextprotocol/logLevel"
+META_SUBSCRIPTION = "io.modelcontextprotocol/subscriptionId"
+META_SERVER_INFO = "io.modelcontextprotocol/serverInfo"
+TASKS_EXTENSION = "io.modelcontextprotocol/tasks"
 # Keys of `_meta` that belong to one hop; everything else crosses untouched.
 HOP_META = frozenset("io.modelcontextprotocol/" + name for name in (
     "protocolVersion", "clientInfo", "clientCapabilities", "logLevel", "subscriptionId",
@@ -750,6 +762,25 @@ def spell_error(method, error, revision):
     return {"error": {"code": INTERNAL_ERROR, "message": text}}
 
 
+def spell_error_down(method, error):
+    """Return a modern upstream's error object as legacy hosts know errors.
+
+    MCP 2026-07-28, basic/index: -32020 to -32022 are new; a missing resource was -32002.
+    """
+    code, data = error.get("code"), error.get("data")
+    if code == INVALID_PARAMS and method == "resources/read" and isinstance(data, dict) and "uri" in data:
+        return dict(error, code=RESOURCE_NOT_FOUND)
+    if code in (HEADER_MISMATCH, MISSING_CAPABILITY, UNSUPPORTED_VERSION):
+        return {"code": INTERNAL_ERROR, "message": "%s %s" % (error.get("message", ""), json.dumps(data))}
+    return error
+
+
+def asks_for_input(message):
+    """Is this answer of a modern upstream a question (MCP 2026-07-28, basic/patterns/mrtr)?"""
+    result = message.get("result")
+    return isinstance(result, dict) and result.get("resultType") == "input_required"
+
+
 def refusal_of_question(method, params, revision):
     """Return the RpcError for a question that `revision` cannot show at all, or None."""
     rank = RANK[revision]
@@ -821,6 +852,31 @@ def negotiate(requested):
     negotiated by handshake; 2026-07-28 never is.
     """
     return requested if requested in LEGACY_REVISIONS else LATEST_LEGACY
+
+
+def lift_capabilities(capabilities):
+    """Return a host's capabilities as a modern request states them.
+
+    MCP 2026-07-28, basic/index: `roots` has no members; an `elicitation` without members
+    meant forms before URLs came.
+    """
+    lifted = {name: value for name, value in capabilities.items() if isinstance(value, dict) and name != "tasks"}
+    if "roots" in lifted:
+        lifted["roots"] = {}
+    if lifted.get("elicitation") == {}:
+        lifted["elicitation"] = {"form": {}}
+    return lifted
+
+
+def strip_modern_result(result):
+    """Return a modern upstream's result as older revisions know results: no envelope of its own."""
+    meta = result.get("_meta")
+    if isinstance(meta, dict) and not HOP_META.isdisjoint(meta):
+        result = dict(result)
+        result["_meta"] = {name: value for name, value in meta.items() if name not in HOP_META}
+        if not result["_meta"]:
+            del result["_meta"]
+    return result
 
 
 def declared_capabilities(capabilities, revision, confined):
@@ -1573,9 +1629,12 @@ class Definition:
     Reading `envFile` is its only IO.
     """
 
-    __slots__ = ("server", "argv", "env", "cwd", "digest", "shape", "secrets")
+    __slots__ = ("server", "argv", "env", "cwd", "digest", "shape", "secrets", "era")
 
-    def __init__(self, config, server, identity, key, caller_env, secret):
+    def __init__(self, config, server, identity, key, caller_env, secret, era="legacy"):
+        protocol = config.get("protocol", server)
+        # The era that an instance is spoken to in, if it is started for this caller.
+        self.era = protocol if protocol in ("legacy", "modern") else era
         scope = config.get("scope", server)
         directory = scope_directory(scope, key.text, identity)
         values = {"key": safe_file_name(key.text), "cwd": directory,
@@ -1600,7 +1659,7 @@ class Definition:
         else:
             self.cwd = directory
         self.digest = _digest(secret, [self.argv, self.cwd if cwd else None, sorted(self.env.items()),
-                                       sorted(inherited.items())])
+                                       sorted(inherited.items()), self.era if protocol == "follow" else ""])
         self.secrets = [value for name, value in list(self.env.items()) + list(inherited.items())
                         if is_secret_name(name) and len(value) > 3]
         private = scope in PRIVATE_SCOPES
@@ -2197,6 +2256,8 @@ class Stream:
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
         self.on_lines, self.on_close, self.on_rest = on_lines, on_close, on_rest
         self.lines = LineBuffer(limit)
+        self.queued_total = self.written_total = 0    # bytes since the beginning
+        self.unread_from = None          # once the reader has gone: the offset from which it read nothing
         self.on_data = None              # takes the bytes as they come, instead of lines
         self.queued_bytes = 0
         self.received_at = time.monotonic()
@@ -2221,6 +2282,7 @@ class Stream:
             return
         self._queue.append(data)
         self.queued_bytes += len(data)
+        self.queued_total += len(data)
         if not self._dirty:
             self._dirty = True
             self.loop.mark_dirty(self)
@@ -2235,6 +2297,7 @@ class Stream:
                 data = self._queue[0] if len(self._queue) == 1 else self._join()
                 written = os.write(self.write_fd, data)
                 self.queued_bytes -= written
+                self.written_total += written
                 if written < len(data):
                     self._queue[0] = data[written:] if written < READ_BYTES else memoryview(data)[written:]
                     break
@@ -2260,12 +2323,27 @@ class Stream:
         """Close the writing side now; what the peer still says is read."""
         if self.write_fd is None or self.write_fd == self.read_fd:
             return
+        self.note_unread()
         self._queue.clear()
         self.queued_bytes = 0
         if self._wants_write:
             self.loop.unwatch(self.write_fd)
         os.close(self.write_fd)
         self.write_fd, self._wants_write = None, False
+
+    def note_unread(self):
+        """Note, for a pipe whose reader has gone, from which byte on it has read nothing.
+
+        A pipe keeps what was written and not read; Linux tells how much at either end.
+        """
+        if self.unread_from is None and self.write_fd is not None:
+            unread = 0
+            if IS_LINUX:
+                try:
+                    unread = struct.unpack("i", fcntl.ioctl(self.write_fd, 0x541B, b"\0" * 4))[0]     # FIONREAD
+                except OSError:
+                    unread = 0
+            self.unread_from = self.written_total - unread
 
     def close(self, reason="closed"):
         """Close at the end of the turn; `on_close` is called then, once."""
@@ -2406,7 +2484,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "schema", "task", "asks")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "schema", "task", "asks", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2419,7 +2497,9 @@ class Call:
         self.cancelled = self.done = False
         self.slot = self.instance = self.wire_id = self.sent_at = self.active_at = None
         self.last_progress = self.schema = self.task = None
+        self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
+        self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
 
     def finish(self, message, line=None):
@@ -2433,6 +2513,11 @@ class Call:
         self.finish({"error": error.as_object()})
 
 
+# A legacy server that ignores unknown methods never answers a probe; package runners take
+# long to start. After this, `initialize` is sent as well, and the first answer decides.
+PROBE_WAIT_S = 5.0
+
+
 class Upstream:
     """The requests in flight at one server, and what else it says.
 
@@ -2440,6 +2525,7 @@ class Upstream:
     owner.on_notification(message)  it tells us something (progress is handled here)
     owner.on_settled(call)          a request of ours is no longer in flight
     owner.on_noise(text)            a line that is no MCP message
+    owner.call_later(delay, callback)
     """
 
     def __init__(self, stream, owner, counters):
@@ -2447,6 +2533,10 @@ class Upstream:
         self.in_flight = {}              # wire id -> Call, until answered or given up
         self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
         self.era, self.revision = "legacy", LATEST_LEGACY
+        self.only_era = None             # the era that it turned out to speak alone
+        self.probing = False             # it has not yet shown which era it speaks
+        self.wanted_uris = set()         # what a modern server is to tell changes of
+        self.listens = {}                # wire id of a subscriptions/listen -> calls that wait for its ack
         self.info, self.capabilities, self.instructions = {}, {}, None
         self._last_id = 0
 
@@ -2463,6 +2553,133 @@ class Upstream:
         params = {"protocolVersion": LATEST_LEGACY, "capabilities": capabilities,
                   "clientInfo": {"name": "mcpx", "version": __version__}}
         self.send(Call("initialize", params, answered))
+
+    def discover(self, capabilities, on_ready):
+        """Ask a server of unknown era with `server/discover`; `on_ready(error)` as in `handshake`.
+
+        PROTOCOL 6.1: nothing else is sent before the verdict. Only the codes that modern
+        servers alone use prove a modern one; any other error means legacy. A server that
+        says nothing for a while may be one that ignores what it does not know.
+        """
+        self.era, self.revision, self.probing = "modern", MODERN, True
+        settled = []
+
+        def legacy(reason):
+            self.era, self.revision, self.only_era = "legacy", LATEST_LEGACY, "legacy"
+            self.handshake(capabilities, finish)
+
+        def finish(error):
+            if not settled:
+                settled.append(True)
+                self.probing = False
+                on_ready(error)
+
+        def answered(_call, message, _line):
+            if settled:
+                return
+            result, error = message.get("result"), message.get("error")
+            versions = result.get("supportedVersions") if isinstance(result, dict) else None
+            if isinstance(versions, list) and MODERN in versions:
+                self._take_discover(result)
+                finish(None)
+            elif isinstance(error, dict) and error.get("code") in (
+                    HEADER_MISMATCH, MISSING_CAPABILITY, UNSUPPORTED_VERSION):
+                data = error.get("data") if isinstance(error.get("data"), dict) else {}
+                if any(version in LEGACY_REVISIONS for version in data.get("supported") or ()):
+                    legacy("it supports legacy revisions")
+                else:
+                    finish(StartFailed("it speaks %s; mcpx speaks %s" % (data.get("supported"), ", ".join(REVISIONS))))
+            elif self.era == "modern":
+                legacy("it does not know server/discover")
+        call = Call("server/discover", {}, answered)
+        self.send(call)
+        self.owner.call_later(PROBE_WAIT_S, lambda: None if settled or call.done else self._stop_probing(call, legacy))
+
+    def _stop_probing(self, call, legacy):
+        if self.in_flight.get(call.wire_id) is call:
+            legacy("it did not answer the probe")
+
+    def _take_discover(self, result):
+        self.era, self.revision = "modern", MODERN
+        self.capabilities = result["capabilities"] if isinstance(result.get("capabilities"), dict) else {}
+        meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
+        info = meta.get(META_SERVER_INFO)
+        self.info = info if isinstance(info, dict) else {}
+        self.instructions = result.get("instructions")
+        if not any(version in LEGACY_REVISIONS for version in result["supportedVersions"]):
+            self.only_era = "modern"
+        self.listen()
+
+    # -- toward a modern server ---------------------------------------------------
+
+    def listen(self, waiting=()):
+        """Open a subscription to all that is wanted now; the one before it is cancelled after.
+
+        MCP 2026-07-28, basic/patterns/subscriptions. `waiting` are calls that want the answer
+        of this acknowledgement.
+        """
+        wanted = {member: True for member, name in (("toolsListChanged", "tools"), ("promptsListChanged", "prompts"),
+                                                    ("resourcesListChanged", "resources"))
+                  if isinstance(self.capabilities.get(name), dict) and self.capabilities[name].get("listChanged")}
+        if self.wanted_uris:
+            wanted["resourceSubscriptions"] = sorted(self.wanted_uris)
+        old = list(self.listens)
+        if wanted:
+            self._last_id += 1
+            self.listens[self._last_id] = list(waiting)
+            meta = {META_VERSION: MODERN, META_CAPABILITIES: {}, META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
+            self.stream.write(encode_json({"jsonrpc": "2.0", "id": self._last_id, "method": "subscriptions/listen",
+                                           "params": {"notifications": wanted, "_meta": meta}}) + b"\n")
+        for wire_id in old:
+            if not self.listens[wire_id]:
+                del self.listens[wire_id]
+                self.notify("notifications/cancelled", {"requestId": wire_id})
+
+    def _on_acknowledged(self, params):
+        meta = params.get("_meta") if isinstance(params.get("_meta"), dict) else {}
+        waiting = self.listens.get(meta.get(META_SUBSCRIPTION)) or []
+        honoured = params.get("notifications") if isinstance(params.get("notifications"), dict) else {}
+        uris = honoured.get("resourceSubscriptions") or ()
+        calls, waiting[:] = list(waiting), []
+        for call in calls:
+            uri = call.params.get("uri")
+            if uri in uris:
+                self._settle_here(call, {"result": {}})
+            else:
+                self.wanted_uris.discard(uri)
+                self._settle_here(call, {"error": RpcError(INVALID_PARAMS, "the server does not tell changes of this "
+                                                           "resource", {"uri": uri}).as_object()})
+
+    def _settle_here(self, call, message):
+        """Answer a request that a modern server has no method for."""
+        if self.in_flight.pop(call.wire_id, None) is not None:
+            self.owner.on_settled(call)
+            call.finish(message)
+
+    def _send_modern(self, call):
+        """Send a request as 2026-07-28 has it; what it has not is done in its way, or here."""
+        if call.method == "resources/subscribe":
+            self.wanted_uris.add(call.params.get("uri"))
+            self.listen([call])
+            return
+        if call.method == "resources/unsubscribe":
+            self.wanted_uris.discard(call.params.get("uri"))
+            self.listen()
+        if call.method in ("resources/unsubscribe", "logging/setLevel"):
+            self._settle_here(call, {"result": {}})
+            return
+        method = "server/discover" if call.method == "ping" else call.method
+        params = dict(call.params or {})
+        meta = {name: value for name, value in (params.get("_meta") or {}).items() if name != "progressToken"}
+        meta[META_VERSION] = MODERN
+        meta[META_CLIENT_INFO] = {"name": "mcpx", "version": __version__}
+        meta[META_CAPABILITIES] = lift_capabilities(call.host.capabilities) if call.host is not None else {}
+        if call.host is not None and call.host.level is not None:
+            meta[META_LOG_LEVEL] = call.host.level
+        if call.token is not None:
+            meta["progressToken"] = call.wire_id
+        params["_meta"] = meta
+        self.stream.write(encode_json({"jsonrpc": "2.0", "id": call.wire_id, "method": method, "params": params}) + b"\n")
 
     def _take_initialize(self, message):
         if "error" in message:
@@ -2486,7 +2703,11 @@ class Upstream:
         call.wire_id = wire_id = self._last_id
         call.attempts += 1
         call.sent_at = call.active_at = time.monotonic()
+        call.sent_offset = self.stream.queued_total
         self.in_flight[wire_id] = call
+        if self.era == "modern":
+            self._send_modern(call)
+            return
         if call.line is not None:
             self.stream.write(with_id(call.line, call.message, wire_id) + b"\n")
             return
@@ -2499,7 +2720,9 @@ class Upstream:
         self.stream.write(encode_json(message) + b"\n")
 
     def notify(self, method, params=None):
-        """Send a notification."""
+        """Send a notification; to a modern server only the one that it takes."""
+        if self.era == "modern" and method != "notifications/cancelled":
+            return
         self.stream.write(encode_json(notification(method, params)) + b"\n")
 
     def answer(self, question_id, message):
@@ -2530,6 +2753,7 @@ class Upstream:
         calls = list(self.in_flight.values())
         self.in_flight.clear()
         self.task_tokens.clear()
+        self.listens.clear()
         return calls
 
     # -- what the server says -------------------------------------------------
@@ -2565,6 +2789,9 @@ class Upstream:
             kind = "answer"
         if kind == "answer":
             self._on_answer(message, line)
+        elif kind == "request" and self.era == "modern":
+            # MCP 2026-07-28, basic/transports/stdio: servers send no requests, and we no answers.
+            self.owner.on_noise("a request, which servers of 2026-07-28 do not send: %s" % message["method"])
         elif kind == "request":
             if message["method"] == "ping":
                 self.answer(message["id"], {"result": {}})
@@ -2572,12 +2799,19 @@ class Upstream:
                 self.owner.on_question(message)
         elif message["method"] == "notifications/progress":
             self._on_progress(message)
+        elif message["method"] == "notifications/subscriptions/acknowledged":
+            self._on_acknowledged(message.get("params") or {})
         else:
             self.owner.on_notification(message)
 
     def _on_answer(self, message, line):
         wire_id = message["id"]
         call = self.in_flight.pop(wire_id, None) if is_valid_id(wire_id) else None
+        if call is None and is_valid_id(wire_id) and wire_id in self.listens:
+            for waiting in self.listens.pop(wire_id):
+                self._settle_here(waiting, {"error": message.get("error") or RpcError(
+                    INTERNAL_ERROR, "the server ended the subscription").as_object()})
+            return
         if call is None:
             # Normal after a cancel: the answer and the cancel crossed on the wire.
             self.counters["lateAnswers"] += 1
@@ -3094,6 +3328,10 @@ class Instance:
     def pid(self):
         """The child's process id."""
         return self.child.pid
+
+    def call_later(self, delay, callback):
+        """Call back after a while."""
+        self.pool.loop.call_later(delay, callback)
 
     # -- callbacks of the upstream ---------------------------------------------
 
@@ -3619,7 +3857,9 @@ class Pool:
         timeout = self.config.get("startTimeout", slot.server)
         slot.start_timer = self.loop.call_later(timeout, lambda: self.start_failed(instance, StartFailed(
             "it did not answer initialize within %gs (startTimeout)" % timeout)))
-        instance.upstream.handshake(slot.capabilities, lambda error: self._handshaken(instance, error))
+        era = self.listener.era_of(slot.definition)
+        begin = instance.upstream.discover if era == "modern" else instance.upstream.handshake
+        begin(slot.capabilities, lambda error: self._handshaken(instance, error))
 
     def _spawn(self, definition, capabilities, key_text):
         self._next_instance += 1
@@ -3698,6 +3938,8 @@ class Pool:
             self.start_failed(instance, error)
             return
         slot = instance.slot
+        if instance.upstream.only_era is not None:
+            self.listener.note_era(instance.definition, instance.upstream.only_era)
         self._forget_timer(slot, "start_timer")
         self._launch_over(slot, True)
         instance.step("ready")
@@ -3727,6 +3969,8 @@ class Pool:
         slot = instance.slot
         if instance.state != "starting":
             return
+        if self._other_era(instance, error):
+            return
         error = self.explain(instance, error)
         self._note_failure(instance.definition, error.message)
         self._forget_timer(slot, "start_timer")
@@ -3737,6 +3981,30 @@ class Pool:
             instance.child.stop()
         self._fail_slot(slot, error)
         self._launch_over(slot, False)
+
+    def _other_era(self, instance, error):
+        """Some servers speak one era only, or end when they are probed: start them anew in the other.
+
+        PROTOCOL 6.1: a server that answers `initialize` with -32022 is modern only; one that
+        ends on the probe is legacy. Never change the era on a live child.
+        """
+        slot, upstream = instance.slot, instance.upstream
+        if error.code == UNSUPPORTED_VERSION and upstream.era == "legacy":
+            era = "modern"
+        elif upstream.era == "modern" and upstream.probing and instance.child.status is not None:
+            era = "legacy"
+        else:
+            return False
+        if self.config.get("protocol", slot.server) in ("legacy", "modern"):
+            return False
+        self.listener.note_era(instance.definition, era)
+        self._forget_timer(slot, "start_timer")
+        slot.instance, slot.leaving = None, instance
+        instance.stop_reason = "it speaks the %s era only" % era
+        instance.step("stop")
+        if instance.child.status is None:
+            instance.child.stop()
+        return True
 
     def explain(self, instance, error):
         """Return the error of a failed or dead instance with command, exit status and stderr."""
@@ -3824,6 +4092,8 @@ class Pool:
         if not calls:
             return
         error = self.explain(instance, StartFailed(what))
+        stream = instance.child.stdout
+        stream.note_unread()
         for call in calls:
             if call.instance is not instance:
                 call.fail(StreamLost(error.message))
@@ -3832,7 +4102,10 @@ class Pool:
             instance.leases -= 1
             if call.cancelled or call.done:
                 continue
-            if call.may_repeat and call.attempts < 2 and not self.draining and call.slot.ended is None:
+            never_read = call.sent_offset >= stream.unread_from
+            if never_read:
+                call.attempts -= 1       # it has not been sent in any way that counts
+            if (call.may_repeat or never_read) and call.attempts < 2 and not self.draining and call.slot.ended is None:
                 call.slot.queue.push(call, first=True)
             else:
                 call.fail(StreamLost("%s; whether the request was carried out is not known" % error.message))
@@ -4138,10 +4411,34 @@ class SchemaStore:
     def __init__(self, loop, log, directory, secret):
         self.loop, self.log, self.directory, self.secret = loop, log, directory, secret
         self._schemas = {}
+        self._eras_path = os.path.join(directory, "eras.json")
+        self.eras = self._load_eras()    # definition's shape -> the only era that it speaks
 
-    def get(self, definition, capabilities):
+    def era_of(self, definition):
+        """Return the era that an instance of this definition will speak, as far as it is known."""
+        return self.eras.get(definition.shape, definition.era)
+
+    def note_era(self, definition, era):
+        """A server has shown that it speaks one era only: nobody need probe it again."""
+        if self.eras.get(definition.shape) != era:
+            self.eras[definition.shape] = era
+            try:
+                write_private_file(self._eras_path, json.dumps(self.eras).encode("utf-8"))
+            except OSError as error:
+                self.log.warning("the eras of servers cannot be written: %s", error)
+
+    def _load_eras(self):
+        try:
+            with open(self._eras_path, encoding="utf-8") as file:
+                eras = json.load(file)
+            return {shape: era for shape, era in eras.items() if era in ("legacy", "modern")}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def get(self, definition, capabilities, era=None):
         """Return the Schema of a definition that is told `capabilities`; it may not be known yet."""
-        key = _digest(self.secret, [definition.shape, "legacy", json.dumps(capabilities, sort_keys=True)])
+        era = era or self.era_of(definition)
+        key = _digest(self.secret, [definition.shape, era, json.dumps(capabilities, sort_keys=True)])
         schema = self._schemas.get(key)
         if schema is None:
             name = "%s-%s.json" % (safe_file_name(definition.server.name), key)
@@ -4151,7 +4448,7 @@ class SchemaStore:
 
     def of_instance(self, instance):
         """Return the Schema that an instance's answers belong to."""
-        return instance.own_schema or self.get(instance.definition, instance.capabilities)
+        return instance.own_schema or self.get(instance.definition, instance.capabilities, instance.upstream.era)
 
     def detach(self, instance):
         """Give an instance of one host a schema of its own, which is not kept on disk.
@@ -4173,7 +4470,7 @@ class SchemaStore:
                 data = json.load(file)
             lists = {kind: data["lists"][kind] for kind in LIST_KINDS}
             if not (isinstance(data["capabilities"], dict) and isinstance(data["serverInfo"], dict)
-                    and data["revision"] in LEGACY_REVISIONS
+                    and data["revision"] in REVISIONS
                     and all(isinstance(items, list) and all(isinstance(item, dict) for item in items)
                             for items in lists.values())):
                 raise ValueError("not a schema")
@@ -4475,12 +4772,13 @@ class Question:
     """A request from an upstream on its way to a host, or waiting for somebody to answer it."""
 
     __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "call", "asked_wall",
-                 "deadline_at", "timer", "settled", "why_open")
+                 "deadline_at", "timer", "settled", "why_open", "on_answer")
 
     def __init__(self, question_id, instance, upstream_id, method, params):
         self.id, self.instance, self.upstream_id = question_id, instance, upstream_id
         self.method, self.params = method, params
         self.host = self.call = self.timer = self.deadline_at = self.why_open = None
+        self.on_answer = None            # takes the answer instead of the upstream
         self.asked_wall = time.time()
         self.settled = False
 
@@ -4513,6 +4811,19 @@ class Questions:
             self._about_task(question)
         else:
             self._attribute(question)
+
+    def ask_for(self, instance, host, call, method, params, on_answer):
+        """Ask a host something that a modern upstream wants in a retry; it is plain whose it is."""
+        question = Question(self.new_id(), instance, None, method, params)
+        question.on_answer, question.call = on_answer, call
+        self.by_id[question.id] = question
+        refusal = refusal_of_question(method, params, host.revision or LATEST_LEGACY)
+        if refusal is not None:
+            self._refuse(question, refusal)
+        elif not host.can_answer(question):
+            self._refuse(question, RpcError(INTERNAL_ERROR, "the host cannot be asked this: %s" % method))
+        else:
+            self._hand_over(question, host)
 
     def _about_task(self, question):
         """The upstream asks about a task that a host made of an earlier question."""
@@ -4668,7 +4979,9 @@ class Questions:
         if question.settled:
             return
         self._forget(question)
-        if question.instance.state in ("starting", "idle", "busy"):
+        if question.on_answer is not None:
+            question.on_answer(message)
+        elif question.instance.state in ("starting", "idle", "busy"):
             question.instance.upstream.answer(question.upstream_id, message)
 
     def _forget(self, question):
@@ -4721,6 +5034,85 @@ def asking_hosts(instance):
 # link carries lines; processes and sockets are not its business.
 # ---------------------------------------------------------------------------
 
+# A server that asks more often than this within one call does not come to an end.
+MAX_INPUT_ROUNDS = 10
+
+
+class InputLoop:
+    """A modern upstream answered a legacy host's request with questions: ask, then retry.
+
+    PROTOCOL 7.4. The host's request stays open meanwhile; every question is an ordinary
+    server request to it, all at once.
+    """
+
+    def __init__(self, host, call, result):
+        self.host, self.call, self.core = host, call, host.core
+        self.instance = next((i for i in host.core.pool.instances.values() if i.slot is call.slot), None)
+        self.requests = result.get("inputRequests") if isinstance(result.get("inputRequests"), dict) else {}
+        self.state = result.get("requestState")
+        self.responses = {}
+        self.left = set(self.requests)
+
+    def ask(self):
+        """Ask everything at once; with nothing to ask, retry after a moment."""
+        rounds = self.call.rounds = self.call.rounds + 1
+        if rounds > MAX_INPUT_ROUNDS or (not self.requests and self.state is None):
+            self.fail(RpcError(INTERNAL_ERROR, "the server asked %d times without an answer" % rounds))
+            return
+        if not self.requests:
+            self.core.loop.call_later(0.05 * min(rounds, 5), self.retry)
+        for key, entry in self.requests.items():
+            method = entry.get("method") if isinstance(entry, dict) else None
+            params = entry.get("params") if isinstance(entry, dict) and isinstance(entry.get("params"), dict) else {}
+            if method not in ("elicitation/create", "sampling/createMessage", "roots/list"):
+                self.fail(RpcError(INTERNAL_ERROR, "the server asked for %s, which no host answers" % method))
+                return
+            if method == "elicitation/create" and params.get("mode") == "url":
+                params = dict(params, elicitationId="e%d" % self.core.new_id())
+            self.core.questions.ask_for(self.instance, self.host, self.call, method, params,
+                                        lambda message, key=key, method=method: self.on_answer(key, method, message))
+
+    def is_wanted(self):
+        """Does the host still wait for this request?"""
+        return self.host.calls.get(self.call.host_id) is self.call and not self.host.closed
+
+    def on_answer(self, key, method, message):
+        """One question is answered, or refused."""
+        if not self.is_wanted():
+            return
+        if "error" in message and method != "elicitation/create":
+            # There is no way to tell a modern server that it is refused: the request fails.
+            error = message["error"]
+            self.fail(RpcError(error.get("code", INTERNAL_ERROR), str(error.get("message", "")), error.get("data")))
+            return
+        result = message.get("result") if isinstance(message.get("result"), dict) else {"action": "cancel"}
+        self.responses[key] = {name: value for name, value in result.items() if name not in ("_meta", "resultType")}
+        self.left.discard(key)
+        if not self.left:
+            self.retry()
+
+    def retry(self):
+        """Send the request again with the answers, under a new id."""
+        call = self.call
+        if not self.is_wanted():
+            return
+        params = {name: value for name, value in call.params.items() if name not in ("inputResponses", "requestState")}
+        if self.responses:
+            params["inputResponses"] = self.responses
+        if self.state is not None:
+            params["requestState"] = self.state
+        again = Call(call.method, params, self.host._finished, self.host, call.host_id, call.seq, call.identity)
+        again.token, again.schema, again.rounds, again.message = call.token, call.schema, call.rounds, call.message
+        self.host.calls[call.host_id] = again
+        self.core.pool.submit(again, call.slot)
+
+    def fail(self, error):
+        """The request ends here."""
+        if self.is_wanted():
+            self.call.done = False
+            self.call.fail(error)
+
+
 class Batch:
     """A 2025-03-26 batch: its answers go out together once all are there."""
 
@@ -4749,10 +5141,14 @@ DEFAULT_TASK_TTL_S = 3600.0
 class Host:
     """What hosts of every revision have in common: who asks, which instance, which answer.
 
+    `era` is that of its own messages: an instance started for it is spoken to in the same.
+
     `link` carries lines: answer(seq, data), message(data, call), settled(seq), refuse(seq,
     data, code) and keep_state(state). `names` are the servers of its endpoint; `identity`
     is the connection's own; `env` its environment, for children that are started for it.
     """
+
+    era = "legacy"
 
     def __init__(self, core, link, names, identity, env, definitions=None):
         self.core, self.link, self.identity, self.env = core, link, identity, env
@@ -4815,10 +5211,10 @@ class Host:
             core.note_degraded(server.name, scope, key.degraded)
         generation = core.config_generation
         # All that a definition takes from an identity: {session} and {cwd} may stand in its entry.
-        name = (server.name, key.text, identity.session, identity.place.cwd)
+        name = (server.name, key.text, identity.session, identity.place.cwd, self.era)
         cached = self._definitions.get(name)
         if cached is None or cached[0] != generation:
-            definition = Definition(core.config, server, identity, key, self.env, core.secret)
+            definition = Definition(core.config, server, identity, key, self.env, core.secret, self.era)
             if scope != "call":
                 if len(self._definitions) > 500:
                     self._definitions.clear()
@@ -4883,6 +5279,8 @@ class Host:
     def cancel(self, call, reason):
         """Give up a request of this host; it gets no answer."""
         self.calls.pop(call.host_id, None)
+        for question in [q for q in self.questions.values() if q.call is call and q.on_answer is not None]:
+            self.core.questions.give_up(question, "the request was cancelled")
         if call.slot is not None:
             self.core.pool.cancel(call, reason)
         else:
@@ -5100,7 +5498,7 @@ class LegacyHost(Host):
 
     def _finished(self, call, message, line):
         """Every request ends here: spell the answer for this host and send it."""
-        if self.calls.get(call.host_id) is call:
+        if self.calls.get(call.host_id) is call and not asks_for_input(message):
             del self.calls[call.host_id]
         if self.closed:
             return
@@ -5109,10 +5507,15 @@ class LegacyHost(Host):
             if not isinstance(error, dict) or not isinstance(error.get("code"), int):
                 error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
             self._note_elicitations(call, error)
+            if call.schema is not None and call.schema.revision in MODERN_REVISIONS:
+                error = spell_error_down(call.method, error)
             body = spell_error(call.method, error, self.revision or LATEST_LEGACY)
             self._send(call.seq, dict({"jsonrpc": "2.0", "id": call.host_id}, **body))
             return
         result = new = message["result"]
+        if isinstance(result, dict) and result.get("resultType") == "input_required" and call.slot is not None:
+            InputLoop(self, call, result).ask()
+            return
         if not isinstance(result, dict):
             self._send(call.seq, error_message(call.host_id, RpcError(
                 INTERNAL_ERROR, "the server's result is not an object")))
@@ -5130,6 +5533,8 @@ class LegacyHost(Host):
     def _result_for_host(self, call, result):
         """Return an upstream's result as this host must see it; the same object if unchanged."""
         schema = call.schema
+        if schema is not None and schema.revision in MODERN_REVISIONS:
+            result = strip_modern_result(result)
         if call.method == "tools/call":
             if "task" in result and isinstance(result["task"], dict) and "content" not in result:
                 result = self.core.tasks.created(call, result)
@@ -5284,7 +5689,7 @@ class LegacyHost(Host):
         body = {}
         if "result" in message:
             result = message["result"]
-            revision = question.instance.upstream.revision
+            revision = question.instance.upstream.revision if question.instance is not None else MODERN
             body["result"] = spell_result(question.method, result, revision) if (
                 isinstance(result, dict) and revision != self.revision) else result
         else:
@@ -5721,16 +6126,6 @@ class Tasks:
 
 # -- hosts of 2026-07-28 -----------------------------------------------------------------
 
-MODERN = MODERN_REVISIONS[-1]
-META_VERSION = "io.modelcontextprotocol/protocolVersion"
-META_CAPABILITIES = "io.modelcontextprotocol/clientCapabilities"
-META_LOG_LEVEL = "io.modelcontextprotocol/logLevel"
-META_SUBSCRIPTION = "io.modelcontextprotocol/subscriptionId"
-META_SERVER_INFO = "io.modelcontextprotocol/serverInfo"
-HEADER_MISMATCH = -32020
-MISSING_CAPABILITY = -32021
-UNSUPPORTED_VERSION = -32022
-URL_ELICITATION_REQUIRED = -32042
 # MCP 2026-07-28, basic/patterns/mrtr: the only methods whose result may be a question.
 MAY_ASK = frozenset(("tools/call", "prompts/get", "resources/read"))
 # Lists and reads carry caching hints; this long where the server tells of changes.
@@ -5865,6 +6260,8 @@ class ModernRequest(Host):
     MCP 2026-07-28, basic/index: nothing of an earlier request, connection or process is used.
     """
 
+    era = "modern"
+
     def __init__(self, core, link, names, identity, env, definitions=None):
         super().__init__(core, link, names, identity, env, definitions)
         self.revision = MODERN
@@ -5931,7 +6328,8 @@ class ModernRequest(Host):
                 self._send(call.seq, outcome)
                 self._over()
                 return
-        error = spell_error_up(error, call)
+        if call.schema is None or call.schema.revision not in MODERN_REVISIONS:
+            error = spell_error_up(error, call)
         if error["code"] in (METHOD_NOT_FOUND, MISSING_CAPABILITY):
             self._refuse(call, RpcError(error["code"], error["message"], error.get("data")))
             return
@@ -5946,6 +6344,8 @@ class ModernRequest(Host):
         self.close()
 
     def _result_for_host(self, call, result):
+        if asks_for_input({"result": result}) and call.slot is not None:
+            return self.core.held.wrap(self, call, result)
         result = spell_result(call.method, result, MODERN)
         if call.slot is not None:
             result = self._mark_restarted(call, result)
@@ -5993,6 +6393,11 @@ class ModernRequest(Host):
         self._over()
 
     # -- what comes meanwhile ----------------------------------------------------------
+
+    def _submit(self, call, slot, schema):
+        if "inputResponses" in call.params and schema.revision not in MODERN_REVISIONS:
+            raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
+        super()._submit(call, slot, schema)
 
     def can_tell_roots(self):
         """Roots travel inside results here: nobody is asked before a call is sent."""
@@ -6267,12 +6672,63 @@ class HeldCalls:
         if "u" in state:
             self._rerun(request, call, state, responses)
             return
+        if "i" in state:
+            request.core.attach(request)
+            self._unwrap(request, call, state)
+            return
         held = self.by_id.get(state.get("h"))
         if held is None:
             raise RpcError(INVALID_PARAMS, "requestState: the call is gone; start it again")
         if state.get("r") != held.round or held.request is not None:
             raise RpcError(INVALID_PARAMS, "requestState: it was used already")
         held.attach(request, call, responses)
+
+    def wrap(self, request, call, result):
+        """A modern upstream asks: its state goes inside one of ours, which leads the retry back.
+
+        PROTOCOL 7.3: SDKs seal the state with a key of their process, so a retry must reach
+        the instance that made it. A `call`-scoped instance stays until the state expires.
+        """
+        timeout = self.core.config.get("question.timeout")
+        instance = next((i for i in self.core.pool.instances.values() if i.slot is call.slot), None)
+        number = self.core.new_id()
+        if call.slot is not None and call.slot.key.text.startswith("call:"):
+            call.slot.tasks.add(number)
+
+            def expire():
+                call.slot.tasks.discard(number)
+                self.core.pool.wake(call.slot)
+            self.core.loop.call_later(timeout, expire)
+        payload = {"i": instance.id if instance is not None else "", "n": number, "e": time.time() + timeout,
+                   "d": digest_of_request(call.method, call.message["params"])}
+        if result.get("requestState") is not None:
+            payload["s"] = result["requestState"]
+        meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
+        meta = dict(meta, **{META_SERVER_INFO: request.server_info(call.schema)})
+        return dict(result, requestState=self.core.sign(payload), _meta=meta)
+
+    def _unwrap(self, request, call, state):
+        """Send a retry to the instance that asked, with its own state, byte for byte."""
+        params = {name: value for name, value in call.params.items() if name != "requestState"}
+        if "s" in state:
+            params["requestState"] = state["s"]
+        call.line, call.params = None, params
+        instance = self.core.pool.instances.get(state["i"])
+        if instance is None or instance.slot is None or instance.slot.ended:
+            MODERN_FRESH[call.method](request, call)
+            return
+        slot = instance.slot
+        slot.tasks.discard(state.get("n"))
+        name = call.params.get("name")
+        if isinstance(name, str) and call.method != "resources/read":
+            kind = "tools" if call.method == "tools/call" else "prompts"
+            call.params = dict(call.params, name=request.surface.resolve(kind, name)[1])
+
+        def identified():
+            schema = self.core.schemas.of_instance(instance)
+            request._submit(call, slot, schema)
+            call.may_repeat = False
+        request.with_identity(call, slot.scope, identified)
 
     def ask_for_urls(self, request, call, error):
         """A 2025-11-25 upstream wants URLs visited first (-32042): ask, and run the call again then.
@@ -6344,8 +6800,9 @@ def _modern_carrier(handler):
         if "requestState" in call.params:
             request.core.held.resume(request, call)
             return
-        if "inputResponses" in call.params:
-            raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
+        if "inputResponses" in call.params and "requestState" not in call.params and not isinstance(
+                call.params["inputResponses"], dict):
+            raise RpcError(INVALID_PARAMS, "inputResponses is no object")
         call.line = None
         if request.headers is not None and call.method == "tools/call" or not request.surface.single:
             request.core.attach(request)
@@ -6418,6 +6875,9 @@ def _listen(request, call):
                 inner.fail(error)
     request.core.with_schemas(request, lambda errors: request._guarded(call, lambda: ready(errors)))
 
+
+# The same without the look at retries: for one whose instance is gone.
+MODERN_FRESH = {"tools/call": _named("tools"), "prompts/get": _named("prompts"), "resources/read": _read}
 
 MODERN_HANDLERS = {
     "server/discover": _discover, "tools/call": _modern_carrier(_named("tools")),
@@ -7977,7 +8437,7 @@ class Daemon:
                 server = self.server(name)
                 identity = host.identity.with_meta({}, (), self.new_id())
                 key = scope_key(self.config.get("scope", server), identity)
-                definition = Definition(self.config, server, identity, key, host.env, self.secret)
+                definition = Definition(self.config, server, identity, key, host.env, self.secret, host.era)
                 slot = self.pool.slots.get((name, definition.digest, key.text))
                 self.use_schema(host, name, self.schema_for(host, server, definition, slot))
             except RpcError as error:
@@ -8226,6 +8686,16 @@ class Daemon:
         return self._token
 
     # -- what the pool tells -----------------------------------------------------------
+
+    def era_of(self, definition):
+        """The era that an instance of a definition is to be spoken to in."""
+        if self.config.get("protocol", definition.server) in ("legacy", "modern"):
+            return definition.era
+        return self.schemas.era_of(definition)
+
+    def note_era(self, definition, era):
+        """A server has shown that it speaks one era only."""
+        self.schemas.note_era(definition, era)
 
     def on_event(self, kind, data):
         """Something happened that a person may want to watch."""
@@ -9624,15 +10094,17 @@ DEMO_TOOLS = {
 class DemoServer:
     """One process of the demo server and the state it holds."""
 
-    def __init__(self, name, page):
-        self.name, self.page = name, page
+    def __init__(self, name, page, era):
+        self.name, self.page, self.era = name, page, era
+        self.modern = {}                 # request id -> _meta of a request of 2026-07-28
+        self.listening = {}              # id of a subscriptions/listen -> its filter
         self.variables, self.counter, self.calls = {}, 0, 0
         self.started = time.time()
         self.tools = {name: {"name": name, "description": text, "inputSchema": schema, "annotations": hints}
                       for name, (text, schema, hints) in DEMO_TOOLS.items()}
         self.level = "debug"
         self.subscribed = set()
-        self.client = {}
+        self.client = None               # capabilities of a legacy client, once it has said hello
         self.timers = []                 # heap of (due, order, callback)
         self.sleeping = {}               # request id -> True, until answered or cancelled
         self.asked = {}                  # our question's id -> request id that waits for it
@@ -9669,18 +10141,52 @@ class DemoServer:
         if "id" not in message:
             if method == "notifications/cancelled":
                 self.sleeping.pop(params.get("requestId"), None)
+                self.listening.pop(params.get("requestId"), None)
+            return
+        if is_modern(message) and self.era != "legacy":
+            self.modern[message["id"]] = params["_meta"]
+        elif self.era == "modern":
+            self.send({"id": message["id"], "error": {"code": UNSUPPORTED_VERSION, "message": "Unsupported protocol version",
+                                                      "data": {"supported": list(MODERN_REVISIONS), "requested": ""}}})
             return
         handler = getattr(self, "on_" + method.replace("/", "_"), None)
-        if handler is None:
+        known = has_method(HOST_METHODS, method, MODERN) if message["id"] in self.modern else method != "server/discover"
+        if handler is None or not known:
             self.fail(message["id"], METHOD_NOT_FOUND, "Method not found: %s" % method)
             return
         result = handler(params, message["id"])
         if result is not None:
-            self.send({"id": message["id"], "result": result})
+            self.answer(message["id"], result)
 
-    def fail(self, request_id, code, text):
+    def answer(self, request_id, result):
+        """Answer a request in the form of its era."""
+        if self.modern.pop(request_id, None) is not None:
+            result.setdefault("resultType", "complete")
+            result["_meta"] = {META_SERVER_INFO: {"name": self.name, "version": __version__}}
+        self.send({"id": request_id, "result": result})
+
+    def tell(self, kind, method, params=None):
+        """Tell of a change: to everybody of the legacy era, and on the streams that want it."""
+        if self.client is not None:
+            self.send({"method": method, "params": params} if params else {"method": method})
+        for listen_id, wanted in self.listening.items():
+            if wanted.get(kind) is True or (params and params.get("uri") in (wanted.get(kind) or ())):
+                self.send({"method": method, "params": dict(params or {}, _meta={META_SUBSCRIPTION: listen_id})})
+
+    def on_server_discover(self, _params, _id):
+        legacy = list(LEGACY_REVISIONS) if self.era == "both" else []
+        return dict(self.capabilities(), supportedVersions=list(MODERN_REVISIONS) + legacy, ttlMs=0, cacheScope="private")
+
+    def on_subscriptions_listen(self, params, request_id):
+        wanted = params.get("notifications") or {}
+        self.listening[request_id] = wanted
+        self.send({"method": "notifications/subscriptions/acknowledged", "params": {
+            "notifications": wanted, "_meta": {META_SUBSCRIPTION: request_id}}})
+
+    def fail(self, request_id, code, text, data=None):
         """Answer with a JSON-RPC error."""
-        self.send({"id": request_id, "error": {"code": code, "message": text}})
+        self.modern.pop(request_id, None)
+        self.send({"id": request_id, "error": RpcError(code, text, data).as_object()})
 
     def later(self, seconds, callback):
         """Call back after some seconds."""
@@ -9690,8 +10196,12 @@ class DemoServer:
     def on_initialize(self, params, _id):
         self.client = params.get("capabilities", {})
         wanted = params.get("protocolVersion")
-        return {"protocolVersion": negotiate(wanted), "serverInfo": {"name": self.name, "version": __version__},
-                "capabilities": {"tools": {"listChanged": True}, "prompts": {}, "completions": {}, "logging": {},
+        return dict(self.capabilities(), protocolVersion=negotiate(wanted),
+                    serverInfo={"name": self.name, "version": __version__})
+
+    def capabilities(self):
+        """What both handshakes tell."""
+        return {"capabilities": {"tools": {"listChanged": True}, "prompts": {}, "completions": {}, "logging": {},
                                  "resources": {"subscribe": True}},
                 "instructions": "A small stateful server: set and get variables of one process."}
 
@@ -9737,7 +10247,8 @@ class DemoServer:
         elif uri.startswith("demo://note/"):
             text = "note %s" % uri[12:]
         else:
-            return self.fail(request_id, RESOURCE_NOT_FOUND, "Resource not found")
+            return self.fail(request_id, INVALID_PARAMS if request_id in self.modern else RESOURCE_NOT_FOUND,
+                             "Resource not found", {"uri": uri})
         return {"contents": [{"uri": uri, "mimeType": "text/plain", "text": text}]}
 
     def on_resources_subscribe(self, params, _id):
@@ -9758,6 +10269,10 @@ class DemoServer:
         if name not in self.tools:
             return self.fail(request_id, INVALID_PARAMS, "Unknown tool: %s" % name)
         self.calls += 1
+        if "it" in (params.get("inputResponses") or {}):
+            if params.get("requestState") != "state of %d" % os.getpid():
+                return self.fail(request_id, INVALID_PARAMS, "not my state")
+            return text_result(json.dumps(params["inputResponses"]["it"]))
         if method is None:
             return text_result("added")
         return method(arguments, request_id, (params.get("_meta") or {}).get("progressToken"))
@@ -9788,7 +10303,7 @@ class DemoServer:
 
         def done():
             if self.sleeping.pop(request_id, None):
-                self.send({"id": request_id, "result": text_result(arguments.get("text", "slept %g" % seconds))})
+                self.answer(request_id, text_result(arguments.get("text", "slept %g" % seconds)))
 
         def progress(count):
             if self.sleeping.get(request_id):
@@ -9808,9 +10323,11 @@ class DemoServer:
     def tool_crash(self, arguments, _id, _token):
         os._exit(arguments.get("status", 1))
 
-    def tool_log(self, arguments, _id, _token):
-        level = arguments.get("level", "info")
-        if level in LOG_LEVELS and LOG_LEVELS.index(level) >= LOG_LEVELS.index(self.level):
+    def tool_log(self, arguments, request_id, _token):
+        level, least = arguments.get("level", "info"), self.level
+        if request_id in self.modern:
+            least = self.modern[request_id].get(META_LOG_LEVEL)
+        if least in LOG_LEVELS and level in LOG_LEVELS and LOG_LEVELS.index(level) >= LOG_LEVELS.index(least):
             self.send({"method": "notifications/message", "params": {
                 "level": level, "logger": "demo", "data": arguments.get("text", "")}})
         return text_result("logged")
@@ -9833,6 +10350,13 @@ class DemoServer:
 
     def question(self, request_id, method, params):
         """Ask the host; its answer becomes the call's result."""
+        if request_id in self.modern:
+            self.modern.pop(request_id)
+            entry = {"method": method, "params": dict(params, mode="form") if method.startswith("elicit") else params}
+            self.send({"id": request_id, "result": {
+                "resultType": "input_required", "requestState": "state of %d" % os.getpid(),
+                "inputRequests": {"it": entry if params is not None else {"method": method}}}})
+            return
         self.orders += 1
         question_id = "q%d" % self.orders
         self.asked[question_id] = request_id
@@ -9848,13 +10372,13 @@ class DemoServer:
     def tool_add_tool(self, arguments, _id, _token):
         name = arguments.get("name", "extra")
         self.tools[name] = {"name": name, "description": "added later", "inputSchema": _schema()}
-        self.send({"method": "notifications/tools/list_changed"})
+        self.tell("toolsListChanged", "notifications/tools/list_changed")
         return text_result("added %s" % name)
 
     def tool_touch(self, arguments, _id, _token):
         uri = arguments.get("uri")
-        if uri in self.subscribed:
-            self.send({"method": "notifications/resources/updated", "params": {"uri": uri}})
+        if uri in self.subscribed or self.listening:
+            self.tell("resourceSubscriptions", "notifications/resources/updated", {"uri": uri})
         return text_result("touched")
 
 
@@ -10443,7 +10967,7 @@ def cmd_demo_server(options):
     """Be the built-in demo server on stdin and stdout."""
     if options.start_delay:
         time.sleep(options.start_delay)
-    DemoServer(options.name, options.page).run()
+    DemoServer(options.name, options.page, options.era).run()
     return 0
 
 
@@ -10625,7 +11149,8 @@ COMMANDS = {
     "demo": Command(cmd_demo, "show the scopes with a built-in server"),
     "demo-server": Command(cmd_demo_server, "be the built-in server", argument("--name", default="demo"),
                            argument("--start-delay", type=float, default=0.0),
-                           argument("--page", type=int, default=0), json_output=False, hidden=True),
+                           argument("--page", type=int, default=0),
+                           argument("--era", choices=("legacy", "modern", "both"), default="both"), json_output=False, hidden=True),
 }
 
 
