@@ -124,8 +124,8 @@ class _Later:
 
 argparse, bisect, collections, errno, fcntl, fnmatch, glob, hashlib, heapq, hmac, json = map(
     _Later, "argparse bisect collections errno fcntl fnmatch glob hashlib heapq hmac json".split())
-re, resource, secrets, selectors, shutil, signal, socket, stat, struct, subprocess = map(
-    _Later, "re resource secrets selectors shutil signal socket stat struct subprocess".split())
+re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
+    _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
 tempfile, threading, traceback = map(_Later, "tempfile threading traceback".split())
 
 
@@ -2332,18 +2332,21 @@ class Stream:
         self.write_fd, self._wants_write = None, False
 
     def note_unread(self):
-        """Note, for a pipe whose reader has gone, from which byte on it has read nothing.
+        """Note from which byte on the reader of our pipe has read nothing, if it has gone.
 
-        A pipe keeps what was written and not read; Linux tells how much at either end.
+        A pipe keeps what was written and not read, and Linux tells how much at either end.
+        While somebody can still read it, and elsewhere, everything counts as read.
         """
-        if self.unread_from is None and self.write_fd is not None:
-            unread = 0
-            if IS_LINUX:
-                try:
-                    unread = struct.unpack("i", fcntl.ioctl(self.write_fd, 0x541B, b"\0" * 4))[0]     # FIONREAD
-                except OSError:
-                    unread = 0
-            self.unread_from = self.written_total - unread
+        if self.unread_from is not None:
+            return
+        self.unread_from = self.written_total
+        if IS_LINUX and self.write_fd is not None and self.write_fd != self.read_fd:
+            poller = select.poll()
+            poller.register(self.write_fd, 0)
+            if poller.poll(0):           # POLLERR: the last reader has closed
+                fionread = 0x541B        # <asm-generic/ioctls.h>
+                unread = struct.unpack("i", fcntl.ioctl(self.write_fd, fionread, b"\0" * 4))[0]
+                self.unread_from -= unread
 
     def close(self, reason="closed"):
         """Close at the end of the turn; `on_close` is called then, once."""
@@ -2355,6 +2358,7 @@ class Stream:
         """Called by the loop: write what is left without waiting, then let go of everything."""
         if self.read_fd is None and self.write_fd is None:
             return
+        self.note_unread()
         if self._queue and self.write_fd is not None:
             try:
                 os.write(self.write_fd, self._join())
@@ -3474,6 +3478,18 @@ class Pool:
         for host in slot.hosts:
             host.slots.add(slot)
         return slot
+
+    def renew_unused(self, slot, capabilities):
+        """An instance that nobody has called yet gives way to a caller who can be asked more.
+
+        Most instances are first started to be listed; what that caller declared must not bind
+        those who come to work.
+        """
+        instance = slot.instance
+        if (instance is not None and instance.state == "idle" and not instance.calls and slot.at_rest()
+                and instance.upstream.era == "legacy" and not set(capabilities) <= set(instance.capabilities)):
+            self.stop(instance, "a caller came who can be asked more")
+            slot.capabilities = capabilities
 
     def submit(self, call, slot):
         """Have a call sent on the slot's instance: now, after a start, or after waiting."""
@@ -4788,6 +4804,7 @@ class Questions:
 
     def __init__(self, loop, log, config, new_id, note_asking):
         self.loop, self.log, self.config, self.new_id = loop, log, config, new_id
+        self.owner_of_task = lambda instance, task_id: None     # set by who knows the tasks
         self.note_asking = note_asking   # (instance, name of the tool that was seen to ask)
         self.by_id = {}                  # our id -> Question
         self.by_upstream = {}            # (instance id, upstream's id) -> Question
@@ -4868,6 +4885,12 @@ class Questions:
                                              self._task_for_upstream(instance, host, params))
 
     def _attribute(self, question):
+        related = (question.params.get("_meta") or {}).get(META_RELATED_TASK) if isinstance(
+            question.params.get("_meta"), dict) else None
+        owner = self.owner_of_task(question.instance, related.get("taskId")) if isinstance(related, dict) else None
+        if owner is not None:
+            self._to_host(question, owner)
+            return
         hosts = asking_hosts(question.instance)
         names = {call.params.get("name") or call.params.get("uri")
                  for call in question.instance.upstream.in_flight.values()
@@ -5258,6 +5281,7 @@ class Host:
         call.params = params
         if self.level is not None:
             self.core.pool.set_level(slot, self.core.wanted_level(slot, self))
+        self.core.pool.renew_unused(slot, self.declared(slot.server))
         self.core.pool.submit(call, slot)
 
     def _params_for_upstream(self, call, schema):
@@ -5968,6 +5992,13 @@ HOST_NOTIFICATIONS = {
     "notifications/progress": _on_host_progress, "notifications/roots/list_changed": _on_roots_changed}
 
 
+def runs_as_task(schema, tool):
+    """Does a legacy server run this tool as a core task only?"""
+    execution = tool.get("execution") if tool is not None else None
+    return (isinstance(execution, dict) and execution.get("taskSupport") == "required"
+            and "tasks" in schema.capabilities)
+
+
 class Tasks:
     """Core tasks of 2025-11-25: our ids toward hosts, the upstream's toward instances.
 
@@ -6091,12 +6122,13 @@ class Tasks:
 
     def must_augment(self, host, call, server_name):
         """Does the tool insist on a task that this host does not ask for?"""
+        if not host.surface.schemas:
+            host.core.attach(host)
         schema = host.surface.schemas.get(server_name)
         tool = schema.tool(call.params.get("name")) if schema is not None else None
-        execution = tool.get("execution") if tool is not None else None
-        required = isinstance(execution, dict) and execution.get("taskSupport") == "required"
-        offered = schema is not None and "tasks" in schema.capabilities
-        return required and offered and (RANK[host.revision] < R25)
+        if isinstance(host, ModernRequest) and host._declares_tasks():
+            return False                 # it gets a task of its own
+        return schema is not None and runs_as_task(schema, tool) and "task" not in call.params
 
     def augment(self, host, call, server_name):
         """Make a task of a call for a host that has none, wait for it, return its result."""
@@ -6346,8 +6378,12 @@ class ModernRequest(Host):
     def _result_for_host(self, call, result):
         if asks_for_input({"result": result}) and call.slot is not None:
             return self.core.held.wrap(self, call, result)
+        if call.method == "tools/call" and call.slot is not None and is_task_result(result):
+            result = self.core.modern_tasks.created(self, call, result)
         result = spell_result(call.method, result, MODERN)
-        if call.slot is not None:
+        if call.method.startswith("tasks/") and call.slot is not None:
+            result = self.core.modern_tasks.answered(call, result)
+        elif call.slot is not None:
             result = self._mark_restarted(call, result)
         meta = result.get("_meta") if isinstance(result.get("_meta"), dict) else {}
         meta = {name: value for name, value in meta.items() if name not in HOP_META and name != META_RELATED_TASK}
@@ -6397,7 +6433,15 @@ class ModernRequest(Host):
     def _submit(self, call, slot, schema):
         if "inputResponses" in call.params and schema.revision not in MODERN_REVISIONS:
             raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
+        tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
+        if tool is not None and schema.revision not in MODERN_REVISIONS and runs_as_task(schema, tool) and (
+                self._declares_tasks()):
+            call.params = dict(call.params, task={})
         super()._submit(call, slot, schema)
+
+    def _declares_tasks(self):
+        extensions = self.capabilities.get("extensions")
+        return isinstance(extensions, dict) and TASKS_EXTENSION in extensions
 
     def can_tell_roots(self):
         """Roots travel inside results here: nobody is asked before a call is sent."""
@@ -6771,6 +6815,213 @@ class HeldCalls:
         MODERN_HANDLERS[call.method](request, call)
 
 
+def is_task_result(result):
+    """Is this the creation of a task: flat as in the extension, or nested as in 2025-11-25?"""
+    return result.get("resultType") == "task" or (isinstance(result.get("task"), dict) and "content" not in result)
+
+
+class ModernTask:
+    """A task of the extension as modern hosts know it. For a legacy upstream's core task it takes
+    the host's place for the questions that the task asks."""
+
+    revision = MODERN
+    level = None
+
+    def __init__(self, core, task_id, upstream_id, call, capabilities, is_core):
+        self.core, self.id, self.upstream_id, self.call = core, task_id, upstream_id, call
+        self.slot, self.identity, self.capabilities, self.is_core = call.slot, call.identity, capabilities, is_core
+        self.questions, self.keys = {}, {}
+        self.slots = {self.slot}
+        self.closed = False
+        self.result_call = None          # the open tasks/result of a core task
+        self.outcome = None              # ("result" or "error", value) of a core task that is over
+        self.timer = None
+
+    def can_answer(self, question):
+        """Did the request that made the task say that its host can be asked this?"""
+        return covers(self.capabilities, question.method, question.params)
+
+    def send_question(self, question):
+        """Shown by the next tasks/get, answered by tasks/update."""
+        question.host = self
+        self.questions[question.id] = question
+        self.keys["q%d" % question.id] = question
+
+    def withdraw_question(self, question, _reason):
+        """The server does not want an answer any more."""
+        self.questions.pop(question.id, None)
+        self.keys.pop("q%d" % question.id, None)
+
+    def on_progress(self, _call, _params):
+        """The extension has no progress for tasks."""
+
+    def on_log(self, _params, _call=None):
+        """The extension has no log messages for tasks."""
+
+    def tell(self, _method, _params=None, _call=None):
+        """Hosts of a task ask for news themselves."""
+
+    def on_list_changed(self, _method):
+        """A task has no lists."""
+
+
+class ModernTasks:
+    """The tasks extension toward modern hosts, over both kinds of upstreams (PROTOCOL 7.7)."""
+
+    def __init__(self, core):
+        self.core = core
+        self.by_id = {}                  # our id -> ModernTask
+
+    def created(self, request, call, result):
+        """A tools/call became a task: register it first, then return the flat result with our id."""
+        inner = result["task"] if isinstance(result.get("task"), dict) else result
+        is_core = inner is not result
+        task = ModernTask(self.core, secrets.token_urlsafe(18), inner.get("taskId"), call, request.capabilities, is_core)
+        self.by_id[task.id] = task
+        task.slot.tasks.add(task.upstream_id)
+        shown = flat_task(inner, task.id, is_core)
+        ttl = shown.get("ttlMs")
+        seconds = ttl / 1000.0 if isinstance(ttl, (int, float)) and not isinstance(ttl, bool) else DEFAULT_TASK_TTL_S
+        task.timer = self.core.loop.call_later(min(seconds, 86400.0) + 5, lambda: self.forget(task))
+        kept = {} if is_core else {name: value for name, value in result.items() if name not in shown}
+        return dict(kept, resultType="task", **shown)
+
+    def request(self, request, call):
+        """tasks/get, tasks/update, tasks/cancel."""
+        extensions = request.capabilities.get("extensions")
+        if not isinstance(extensions, dict) or TASKS_EXTENSION not in extensions:
+            raise RpcError(MISSING_CAPABILITY, "%s needs the extension %s" % (call.method, TASKS_EXTENSION),
+                           {"requiredCapabilities": {"extensions": {TASKS_EXTENSION: {}}}})
+        task_id = call.params.get("taskId")
+        task = self.by_id.get(task_id) if isinstance(task_id, str) else None
+        if task is None or not self._may_see(request, call, task):
+            raise RpcError(INVALID_PARAMS, "unknown task")
+        call.line, call.identity, call.task = None, task.identity, task
+        if task.is_core:
+            CORE_TASK_STEPS[call.method](self, request, call, task)
+            return
+        call.params = dict(call.params, taskId=task.upstream_id)
+        call.may_repeat = call.method == "tasks/get"
+        self.core.pool.submit(call, task.slot)
+
+    def _may_see(self, request, call, task):
+        """A named session's task is its own; who has no name proves it by the id, which cannot be guessed."""
+        meta = request.link.named_by(call.seq, call.params.get("_meta"))
+        identity = request.identity.with_meta(meta, self.core.config.get("transport.sessionMetaKeys"), 0)
+        return not task.identity.named or identity.session == task.identity.session
+
+    def answered(self, call, result):
+        """Give a modern upstream's answer about a task our id."""
+        if call.method != "tasks/get":
+            return {"resultType": "complete"}
+        result = dict(result, resultType="complete")
+        if result.get("taskId") == call.task.upstream_id:
+            result["taskId"] = call.task.id
+        return result
+
+    # -- core tasks ----------------------------------------------------------------------
+
+    def core_get(self, request, call, task):
+        """tasks/get: the state now; a task that is over comes with its result or error."""
+        def got(_call, message, _line):
+            result = message.get("result")
+            if not isinstance(result, dict):
+                call.finish({"error": message.get("error") or RpcError(INTERNAL_ERROR, "no state").as_object()})
+                return
+            status = result.get("status")
+            if status in ("completed", "failed") and task.outcome is None:
+                self._fetch(task, lambda: self._show(call, task, result))
+            elif status == "input_required" and task.result_call is None:
+                # Its questions come to who waits for the result.
+                self._fetch(task, lambda: None)
+                self.core.loop.call_later(0.1, lambda: self._show(call, task, result))
+            else:
+                self._show(call, task, result)
+        self._ask(task, "tasks/get", got)
+
+    def _ask(self, task, method, on_answer):
+        inner = Call(method, {"taskId": task.upstream_id}, on_answer, task, None, None, task.identity)
+        inner.may_repeat = method != "tasks/cancel"
+        self.core.pool.submit(inner, task.slot)
+        return inner
+
+    def _fetch(self, task, then):
+        def fetched(_call, message, _line):
+            result = message.get("result")
+            if isinstance(result, dict):
+                meta = {n: v for n, v in (result.get("_meta") or {}).items() if n != META_RELATED_TASK}
+                result = {name: value for name, value in result.items() if name != "_meta"}
+                task.outcome = ("result", dict(result, _meta=meta) if meta else result)
+            else:
+                task.outcome = ("error", message.get("error"))
+            task.slot.tasks.discard(task.upstream_id)
+            then()
+        task.result_call = self._ask(task, "tasks/result", fetched)
+
+    def _show(self, call, task, state):
+        shown = flat_task(state, task.id, True)
+        if task.outcome is not None and shown["status"] in ("completed", "failed"):
+            # The extension: a result with isError is a completed task, an error a failed one.
+            kind, value = task.outcome
+            shown["status"] = "completed" if kind == "result" else "failed"
+            shown[kind] = value
+        if task.keys and shown["status"] in ("working", "input_required"):
+            shown["status"] = "input_required"
+            shown["inputRequests"] = {key: {"method": q.method, "params": params_of_question(q, ["one"])}
+                                      for key, q in task.keys.items()}
+        call.finish({"result": dict(shown, resultType="complete")})
+
+    def core_update(self, _request, call, task):
+        """tasks/update: answers to the task's questions; keys that are not open are ignored."""
+        responses = call.params.get("inputResponses")
+        if not isinstance(responses, dict):
+            raise RpcError(INVALID_PARAMS, "tasks/update needs inputResponses")
+        for key in [key for key in responses if key in task.keys and isinstance(responses[key], dict)]:
+            self.core.questions.answer(task.keys.pop(key), {"result": responses[key]})
+        call.finish({"result": {"resultType": "complete"}})
+
+    def core_cancel(self, _request, call, task):
+        """tasks/cancel: cooperative; acknowledged also for a task that is over."""
+        self._ask(task, "tasks/cancel", lambda *_: call.finish({"result": {"resultType": "complete"}}))
+
+    def forget(self, task):
+        """Its time is over."""
+        self.by_id.pop(task.id, None)
+        task.closed = True
+        if task.timer is not None:
+            task.timer.cancel()
+        for question in list(task.questions.values()):
+            self.core.questions.give_up(question, "the task is gone")
+        task.slot.tasks.discard(task.upstream_id)
+        self.core.pool.leave(task.slot, task)
+        self.core.pool.wake(task.slot)
+
+    def on_gone(self, instance):
+        """An instance has ended, and its tasks with it."""
+        for task in [t for t in self.by_id.values() if t.slot is instance.slot]:
+            self.forget(task)
+
+
+CORE_TASK_STEPS = {"tasks/get": ModernTasks.core_get, "tasks/update": ModernTasks.core_update,
+                   "tasks/cancel": ModernTasks.core_cancel}
+
+
+def flat_task(inner, task_id, is_core):
+    """Return a task's state in the members of the extension, with our id."""
+    shown = {"taskId": task_id, "status": inner.get("status", "working"), "createdAt": inner.get("createdAt"),
+             "lastUpdatedAt": inner.get("lastUpdatedAt"), "ttlMs": inner.get("ttl" if is_core else "ttlMs")}
+    if inner.get("statusMessage") is not None:
+        shown["statusMessage"] = inner["statusMessage"]
+    interval = inner.get("pollInterval" if is_core else "pollIntervalMs")
+    if interval is not None:
+        shown["pollIntervalMs"] = interval
+    return shown
+
+
+def _modern_task(request, call):
+    request.core.modern_tasks.request(request, call)
+
+
 def _discover(request, call):
     """MCP 2026-07-28, server/discover. Answered from the cache, as `initialize` is."""
     def ready(errors):
@@ -6780,8 +7031,13 @@ def _discover(request, call):
             call.fail(errors[0])
             return
         shown = request.surface.initialize_result(MODERN)
+        capabilities = shown["capabilities"]
+        if any("tasks" in schema.capabilities for _, schema in request.surface.known()):
+            # A legacy server's core tasks are shown as those of the extension.
+            extensions = dict(capabilities.get("extensions") or {}, **{TASKS_EXTENSION: {}})
+            capabilities = dict(capabilities, extensions=extensions)
         result = {"supportedVersions": list(MODERN_REVISIONS) + list(reversed(LEGACY_REVISIONS)),
-                  "capabilities": shown["capabilities"], "ttlMs": LIST_TTL_MS, "cacheScope": "private"}
+                  "capabilities": capabilities, "ttlMs": LIST_TTL_MS, "cacheScope": "private"}
         if "instructions" in shown:
             result["instructions"] = shown["instructions"]
         call.finish({"result": result})
@@ -6882,7 +7138,8 @@ MODERN_FRESH = {"tools/call": _named("tools"), "prompts/get": _named("prompts"),
 MODERN_HANDLERS = {
     "server/discover": _discover, "tools/call": _modern_carrier(_named("tools")),
     "prompts/get": _modern_carrier(_named("prompts")), "resources/read": _modern_carrier(_read),
-    "completion/complete": _modern_complete, "subscriptions/listen": _listen}
+    "completion/complete": _modern_complete, "subscriptions/listen": _listen, "tasks/get": _modern_task,
+    "tasks/update": _modern_task, "tasks/cancel": _modern_task}
 MODERN_HANDLERS.update((method, _modern_list) for method in LIST_METHODS)
 
 
@@ -8104,7 +8361,6 @@ class StdioLink:
         # Not in the selector: epoll refuses plain files, and the host's descriptors must
         # stay blocking. A thread waits for readability and wakes the loop.
         def wait():
-            import select
             poller = select.poll()
             poller.register(self.read_fd, select.POLLIN)
             poller.poll()
@@ -8182,8 +8438,9 @@ class Daemon:
         self.schemas = SchemaStore(self.loop, log, os.path.join(self.paths.state, "cache"), self.secret)
         self.questions = Questions(self.loop, log, self.config, self.new_id, self.schemas.note_asking)
         self.tasks = Tasks(self)
+        self.questions.owner_of_task = self.owner_of_task
         self.links, self.hosts, self.requests = set(), set(), set()
-        self.held = HeldCalls(self)
+        self.held, self.modern_tasks = HeldCalls(self), ModernTasks(self)
         self.http, self.api = HttpFront(self), Api(self)
         self._used_states = collections.OrderedDict()
         self._token = None
@@ -8706,6 +8963,14 @@ class Daemon:
         self.questions.ask(instance, message)
         self.api.emit("question", {"server": instance.definition.server.name, "method": message["method"]})
 
+    def owner_of_task(self, instance, upstream_id):
+        """Return who is to be asked what a task asks, or None."""
+        task = self.tasks.find(instance, upstream_id)
+        if task is not None:
+            return None if task.host.closed else task.host
+        return next((t for t in self.modern_tasks.by_id.values()
+                     if t.upstream_id == upstream_id and t.slot is instance.slot), None)
+
     def on_lease_back(self, instance):
         """A call on an instance is over."""
         self.questions.on_lease_back(instance)
@@ -8723,6 +8988,7 @@ class Daemon:
         self.questions.on_gone(instance)
         if instance.slot is not None:
             self.tasks.on_gone(instance)
+            self.modern_tasks.on_gone(instance)
         if instance.own_schema is not None:
             self._leave_own_schema(instance)
         self._maybe_stopped()
@@ -9078,7 +9344,8 @@ class Control:
                 "leases": sum(i.leases for i in pool.instances.values()),
                 "questions": len(core.questions.by_id),
                 "tokens": sum(len(u.in_flight) for u in upstreams), "hosts": len(core.hosts),
-                "instances": len(pool.instances), "slots": len(pool.slots), "tasks": len(core.tasks.by_id)}
+                "instances": len(pool.instances), "slots": len(pool.slots),
+                "tasks": len(core.tasks.by_id) + len(core.modern_tasks.by_id)}
 
     def op_why(self, args, hello):
         """For this caller: who it is, and which instance of a server it would reach."""
@@ -9389,7 +9656,6 @@ class HostWriter:
             return self._socket.send(data, self._flag)
         if not self._is_pipe:
             return os.write(self.fd, data)
-        import select
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
         written = 0
@@ -9408,9 +9674,7 @@ class Shim:
     """
 
     def __init__(self, names, config_file, env):
-        import select
         self.names, self.config_file, self.env = names, config_file, env
-        self.select = select
         self.state = "down"
         self.socket = None
         self.writer = HostWriter(1)
@@ -9463,7 +9727,6 @@ class Shim:
                 return outcome[0]
 
     def _poll(self):
-        select = self.select
         wanted = {1: select.POLLOUT if self.writer.pending else 0}
         if not self.host_ended and self._may_read_host():
             wanted[0] = select.POLLIN
@@ -10112,7 +10375,6 @@ class DemoServer:
 
     def run(self):
         """Serve stdin until it ends."""
-        import select
         lines = LineBuffer(1 << 30)
         poller = select.poll()
         poller.register(0, select.POLLIN)
