@@ -68,7 +68,7 @@ The words, each with one meaning:
 
 Sections, each using only those above it: constants, errors, wire, revisions, identity
 and scopes, settings and config, log, platform, reactor, upstream, children, pool,
-surface, questions, host, daemon, shim, demo, commands.
+surface, questions, host, HTTP, daemon, shim, demo, commands.
 
 Licence: MIT (SPDX-License-Identifier: MIT)
 
@@ -4692,7 +4692,14 @@ class Surface:
         elif known:
             parts = ["# %s\n%s" % (name, schema.instructions) for name, schema in known if schema.instructions]
             instructions = "\n\n".join(parts) or None
-        result = {"protocolVersion": revision, "capabilities": self.capabilities(revision), "serverInfo": info}
+        capabilities = self.capabilities(revision)
+        if revision in LEGACY_REVISIONS and TASKS_EXTENSION in (capabilities.get("extensions") or {}):
+            # Undefined before 2026-07-28; others pass, as some hosts read them all the same (D-29).
+            others = {name: value for name, value in capabilities["extensions"].items() if name != TASKS_EXTENSION}
+            capabilities = {name: value for name, value in capabilities.items() if name != "extensions"}
+            if others:
+                capabilities["extensions"] = others
+        result = {"protocolVersion": revision, "capabilities": capabilities, "serverInfo": info}
         if instructions is not None:
             result["instructions"] = instructions
         return spell_result("initialize", result, revision)
@@ -7410,6 +7417,7 @@ class HttpExchange:
         self.streaming = False           # events have begun
         self.over = False
         self.on_gone = None              # told when the peer hangs up before the answer
+        self.commit = self.begin_stream  # how a quiet exchange becomes a stream
         self.stream_id = None            # EventStream whose events go out here
         self.extra_headers = []
         self.json_only = False
@@ -7501,7 +7509,7 @@ class HttpExchange:
             if now - self.written_at >= SSE_KEEP_ALIVE_S - HTTP_SWEEP_S:
                 self._chunk(b":\n\n")
         elif now - self.started >= SSE_COMMIT_S and self.on_gone is not None and not self.json_only:
-            self.begin_stream()
+            self.commit()
 
     # -- as the link of a ModernRequest -----------------------------------------------------
 
@@ -7634,7 +7642,7 @@ class HttpSession:
         """A notification or question: on the stream of the request that it belongs to."""
         seq = call.seq if call is not None else None
         seq = seq.seq if isinstance(seq, Batch) else seq
-        if isinstance(seq, HttpExchange) and not call.done:
+        if isinstance(seq, HttpExchange) and (seq in self.by_exchange or not seq.over):
             if seq.json_only:
                 return
             self.stream_of(seq).send(data)
@@ -7844,6 +7852,7 @@ class HttpFront:
             raise HttpError(400, "MCP-Protocol-Version %s is not served" % printable(version))
         session.used_at = time.monotonic()
         exchange.on_gone = lambda: None  # a dropped connection is no cancel
+        exchange.commit = lambda: session.stream_of(exchange)
         session.host.on_line(exchange, exchange.body)
 
     def _without_session(self, exchange, names, message):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.client
 import itertools
 import json
 import os
@@ -1092,7 +1093,7 @@ def test_the_sections_stand_in_their_order():
     found = [lines[i + 1][2:].split(":")[0] for i, line in enumerate(lines)
              if line == ruler and i + 1 < len(lines) and ":" in lines[i + 1]]
     assert found == ["Constants", "Errors", "Wire", "Revisions", "Identity and scopes", "Settings and config", "Log",
-                     "Platform", "Reactor", "Upstream", "Children", "Pool", "Surface", "Questions", "Host", "Daemon",
+                     "Platform", "Reactor", "Upstream", "Children", "Pool", "Surface", "Questions", "Host", "HTTP", "Daemon",
                      "Shim", "Demo", "Commands"]
 
 
@@ -3828,6 +3829,426 @@ def test_nobody_runs_in_circles_where_a_pipe_has_ended(lab):
     spent = {pid: cpu_seconds(pid) - before[pid] for pid in watched if is_running(pid)}
     assert sum(spent.values()) < 0.3, spent
     assert other.call("echo", text="x") == "x"
+
+
+# ---------------------------------------------------------------------------
+# HTTP: who may, who asks, and what goes on which stream
+# ---------------------------------------------------------------------------
+
+MODERN_META = {"io.modelcontextprotocol/protocolVersion": "2026-07-28",
+               "io.modelcontextprotocol/clientCapabilities": {"elicitation": {}, "sampling": {}, "roots": {}}}
+BOTH_TYPES = "application/json, text/event-stream"
+
+
+def free_port():
+    with contextlib.closing(socket.socket()) as holder:
+        holder.bind(("127.0.0.1", 0))
+        return holder.getsockname()[1]
+
+
+class Web:
+    """The TCP door of a lab's daemon: raw requests, legacy sessions, requests of 2026-07-28."""
+
+    def __init__(self, lab, auth="none", **servers):
+        self.lab, self.port = lab, free_port()
+        lab.configure(servers, http={"listen": "127.0.0.1:%d" % self.port, "auth": auth})
+        lab.run("call", "%s.echo" % next(iter(servers)), "text=x")     # starts the daemon
+        lab.wait_for("the door", self.is_open)
+
+    def is_open(self):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            return True
+        return False
+
+    def send(self, method, path, body=None, headers=(), timeout=PATIENCE_S):
+        """Return (status, headers, body) of one request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            data = json.dumps(body) if body is not None and not isinstance(body, (str, bytes)) else body
+            base = {"Content-Type": "application/json", "Accept": BOTH_TYPES} if body is not None else {}
+            connection.request(method, path, data, dict(base, **dict(headers)))
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+    def raw(self, data, timeout=PATIENCE_S):
+        """Return everything that comes back for these bytes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            pieces = []
+            while True:
+                piece = connection.recv(65536)
+                if not piece:
+                    return b"".join(pieces)
+                pieces.append(piece)
+
+    def modern(self, server, method, params=None, meta=(), headers=(), **more):
+        """Send a request of 2026-07-28; returns (status, messages in order)."""
+        params = dict(params or {}, _meta=dict(MODERN_META, **dict(meta)))
+        named = {"MCP-Protocol-Version": "2026-07-28", "Mcp-Method": method}
+        for member in ("name", "uri", "taskId"):
+            if member in params and method != "completion/complete":
+                named["Mcp-Name"] = params[member]
+        named.update(headers)
+        message = dict({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}, **more)
+        status, answered, body = self.send("POST", "/mcp/" + server, message, named)
+        return status, messages_of(answered, body)
+
+    def tool(self, server, tool, meta=(), headers=(), **arguments):
+        """Call a tool as 2026-07-28; returns its text, or the answer where it has none."""
+        status, messages = self.modern(server, "tools/call", {"name": tool, "arguments": arguments}, meta, headers)
+        answer = messages[-1]
+        return answer["result"]["content"][0]["text"] if "content" in answer.get("result", {}) else answer
+
+
+def messages_of(headers, body):
+    if headers.get_content_type() == "text/event-stream":
+        return [json.loads(line[6:]) for line in body.decode().split("\n") if line.startswith("data: ") and line[6:].strip()]
+    return [json.loads(body)] if body else []
+
+
+class WebSession:
+    """A legacy Streamable HTTP session of one host."""
+
+    def __init__(self, web, server, revision="2025-11-25", capabilities=(), headers=()):
+        self.web, self.path, self.headers, self.last = web, "/mcp/" + server, dict(headers), 0
+        status, answered, body = web.send("POST", self.path, {"jsonrpc": "2.0", "id": 0, "method": "initialize", "params": {
+            "protocolVersion": revision, "capabilities": dict(capabilities), "clientInfo": {"name": "w", "version": "1"}}},
+            self.headers)
+        assert status == 200, body
+        self.id = answered["Mcp-Session-Id"]
+        self.headers.update({"Mcp-Session-Id": self.id, "MCP-Protocol-Version": revision})
+        assert web.send("POST", self.path, {"jsonrpc": "2.0", "method": "notifications/initialized"}, self.headers)[0] == 202
+
+    def request(self, method, params=None):
+        """Return (status, messages) of one request."""
+        self.last += 1
+        status, headers, body = self.web.send("POST", self.path, {
+            "jsonrpc": "2.0", "id": self.last, "method": method, "params": params or {}}, self.headers)
+        return status, messages_of(headers, body)
+
+    def tool(self, name, **arguments):
+        """Call a tool and return its text."""
+        return self.request("tools/call", {"name": name, "arguments": arguments})[1][-1]["result"]["content"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def web_lab(tmp_path_factory):
+    for made in new_lab(tmp_path_factory.mktemp("web")):
+        made.web = Web(made, demo=demo(scope="session"), shared=demo(scope="global"), percall=demo(scope="call"),
+                       old=demo("--era", "legacy", scope="global"), new=demo("--era", "modern", scope="global"))
+        yield made
+
+
+@pytest.fixture
+def web(web_lab):
+    return web_lab.web
+
+
+def sessions_do_not_share(web):
+    one, two = WebSession(web, "demo"), WebSession(web, "demo")
+    one.tool("set", value="one's")
+    two.tool("set", value="two's")
+    assert (one.tool("get"), two.tool("get")) == ("one's", "two's")
+
+
+def a_named_session_is_kept(web):
+    named = {"dev.mcpx/session": "kept"}
+    assert web.tool("demo", "set", named, value="mine") == "ok"
+    assert web.tool("demo", "get", named) == "mine"
+    assert web.tool("demo", "get", headers={"Mcpx-Session": "kept"}) == "mine"
+    assert web.tool("demo", "get", {"dev.mcpx/session": "other"}, {"Mcpx-Session": "kept"}) == ""
+    assert web.lab.command("call", "demo.get", "--session", "kept", "--json")["content"][0]["text"] == "mine"
+
+
+def unnamed_requests_are_alone(web):
+    pids = {json.loads(web.tool("demo", "whoami"))["pid"] for _ in range(4)}
+    assert len(pids) == 4
+    web.tool("demo", "set", value="lost")
+    assert web.tool("demo", "get") == ""
+
+
+@pytest.mark.parametrize("story", [
+    pytest.param(sessions_do_not_share, id="2025-11-25/transport/http-mcp-clients-do-not-share-scoped-instances"),
+    pytest.param(a_named_session_is_kept, id="2026-07-28/transport/client-named-session-is-kept-across-requests"),
+    pytest.param(unnamed_requests_are_alone, id="2026-07-28/transport/unnamed-requests-are-their-own-scope")])
+def test_transport(web, story):
+    story(web)
+
+
+@pytest.mark.parametrize("server, tool", [("old", "ask"), ("old", "sample"), ("new", "ask"), ("new", "sample"), ("new", "roots")])
+def test_a_question_reaches_a_modern_host_inside_a_result_and_the_retry_goes_on(web, server, tool):
+    arguments = {"ask": {"message": "?"}, "sample": {"text": "t"}, "roots": {}}[tool]
+    reply = {"ask": {"action": "accept", "content": {"answer": "42"}}, "roots": {"roots": [{"uri": "file:///r"}]},
+             "sample": {"role": "assistant", "model": "m", "content": {"type": "text", "text": "s"}}}[tool]
+    params = {"name": tool, "arguments": arguments}
+    _, messages = web.modern(server, "tools/call", params)
+    asked = messages[-1]["result"]
+    assert asked["resultType"] == "input_required"
+    key, = asked["inputRequests"]
+    retry = dict(params, inputResponses={key: reply}, requestState=asked["requestState"])
+    _, messages = web.modern(server, "tools/call", retry, id=2)
+    assert json.loads(messages[-1]["result"]["content"][0]["text"]) == reply
+
+
+def test_a_state_that_was_changed_used_or_meant_for_another_call_is_refused_with_the_reason(web):
+    params = {"name": "ask", "arguments": {"message": "?"}}
+    asked = web.modern("old", "tools/call", params)[1][-1]["result"]
+    key, = asked["inputRequests"]
+    state, reply = asked["requestState"], {key: {"action": "decline"}}
+
+    def refusal(state, **changed):
+        answer = web.modern("old", "tools/call", dict(params, inputResponses=reply, requestState=state, **changed))[1][-1]
+        assert answer["error"]["code"] == -32602
+        return answer["error"]["message"]
+    assert "signature" in refusal(state[:-1] + ("0" if state[-1] != "0" else "1"))
+    assert "not made here" in refusal("v1.x") and "not made here" in refusal(5)
+    assert "another request" in refusal(state, arguments={"message": "!"})
+    good = web.modern("old", "tools/call", dict(params, inputResponses=reply, requestState=state))[1][-1]
+    assert json.loads(good["result"]["content"][0]["text"]) == {"action": "decline"}
+    assert "gone" in refusal(state) or "used" in refusal(state)
+    assert "without requestState" in web.modern("old", "tools/call", dict(params, inputResponses=reply))[1][-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("server", ["old", "new"])
+def test_a_legacy_session_is_asked_on_the_stream_of_its_own_post(web, server):
+    session = WebSession(web, server, capabilities={"elicitation": {}})
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    message = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "ask", "arguments": {"message": "?"}}}
+    connection.request("POST", session.path, json.dumps(message), dict(
+        session.headers, **{"Content-Type": "application/json", "Accept": BOTH_TYPES}))
+    stream = connection.getresponse()
+
+    def next_message():
+        while True:
+            line = stream.readline()
+            assert line, "the stream ended"
+            if line.startswith(b"data: ") and line[6:].strip():
+                return json.loads(line[6:])
+    question = next_message()
+    assert question["method"] == "elicitation/create"
+    status, _, _ = web.send("POST", session.path, {"jsonrpc": "2.0", "id": question["id"], "result": {
+        "action": "accept", "content": {"answer": "yes"}}}, session.headers)
+    assert status == 202
+    answer = next_message()
+    assert answer["id"] == 7 and "yes" in answer["result"]["content"][0]["text"]
+    connection.close()
+
+
+@pytest.mark.parametrize("server", ["old", "new"])
+def test_progress_and_log_of_a_modern_request_come_on_its_own_stream(web, server):
+    params = {"name": "sleep", "arguments": {"seconds": 0.1, "every": 0.04}}
+    _, messages = web.modern(server, "tools/call", params, {"progressToken": "mine"})
+    assert [m["params"]["progressToken"] for m in messages[:-1]] == ["mine", "mine"]
+    quiet = web.modern(server, "tools/call", {"name": "log", "arguments": {"level": "info", "text": "x"}})[1]
+    loud = web.modern(server, "tools/call", {"name": "log", "arguments": {"level": "info", "text": "x"}},
+                      {"io.modelcontextprotocol/logLevel": "info"})[1]
+    assert len(quiet) == 1 and [m.get("method") for m in loud] == ["notifications/message", None]
+
+
+@pytest.mark.parametrize("server", ["old", "new"])
+def test_a_listen_stream_is_acknowledged_then_told_what_it_asked_for_under_its_own_id(web, server):
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    wanted = {"toolsListChanged": True, "resourceSubscriptions": ["demo://state"]}
+    message = {"jsonrpc": "2.0", "id": "L1", "method": "subscriptions/listen",
+               "params": {"notifications": wanted, "_meta": MODERN_META}}
+    connection.request("POST", "/mcp/" + server, json.dumps(message), {
+        "Content-Type": "application/json", "Accept": BOTH_TYPES, "MCP-Protocol-Version": "2026-07-28",
+        "Mcp-Method": "subscriptions/listen"})
+    stream, seen = connection.getresponse(), []
+    while len(seen) < 3:
+        line = stream.readline()
+        if line.startswith(b"data: "):
+            seen.append(json.loads(line[6:]))
+            if len(seen) == 1:
+                web.tool(server, "touch", uri="demo://state")
+                web.tool(server, "add_tool", name="later-%s" % server)
+    assert all(m["params"]["_meta"]["io.modelcontextprotocol/subscriptionId"] == "L1" for m in seen)
+    assert seen[0]["method"] == "notifications/subscriptions/acknowledged" and seen[0]["params"]["notifications"] == wanted
+    assert {m["method"] for m in seen[1:]} == {"notifications/resources/updated", "notifications/tools/list_changed"}
+    connection.close()
+
+
+@pytest.mark.parametrize("change, status, code", [
+    (dict(headers={"MCP-Protocol-Version": "2025-11-25"}), 400, None), (dict(headers={"Mcp-Method": "tools/list"}), 400, -32020),
+    (dict(headers={"Mcp-Name": "set"}), 400, -32020), (dict(headers={"Mcp-Name": "=?base64?Z2V0?="}), 200, None),
+    (dict(headers={"Mcp-Name": "=?base64?Z2V?="}), 400, -32020),
+    (dict(meta={"io.modelcontextprotocol/protocolVersion": "2027-01-01"}, headers={"MCP-Protocol-Version": "2027-01-01"}), 400, -32022),
+    (dict(meta={"io.modelcontextprotocol/clientCapabilities": 5}), 400, -32602),
+    (dict(meta={"io.modelcontextprotocol/logLevel": "loud"}), 400, -32602)])
+def test_a_modern_head_that_disagrees_with_its_body_is_refused(web, change, status, code):
+    got, messages = web.modern("shared", "tools/call", {"name": "get", "arguments": {}}, **change)
+    assert got == status and (code is None or messages[-1]["error"]["code"] == code)
+
+
+@pytest.mark.parametrize("method", ["ping", "initialize", "logging/setLevel", "resources/subscribe", "no/such"])
+def test_methods_that_2026_07_28_has_not_are_404(web, method):
+    status, messages = web.modern("shared", method)
+    assert (status, messages[-1]["error"]["code"], messages[-1]["id"]) == (404, -32601, 1)
+
+
+def test_a_session_ends_with_its_delete_and_is_404_from_then_on(web):
+    session = WebSession(web, "demo")
+    pid = json.loads(session.tool("whoami"))["pid"]
+    assert web.send("DELETE", session.path, headers=session.headers)[0] == 204
+    assert session.request("tools/list")[0] == 404
+    web.lab.wait_for("its instance has gone", lambda: not is_running(pid))
+    for headers, status in (({"Mcp-Session-Id": "nobody"}, 404), ({}, 400)):
+        body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+        assert web.send("POST", "/mcp/demo", body, headers)[0] == status
+    assert WebSession(web, "demo", headers={"Mcp-Session-Id": "stale"}).tool("echo", text="x") == "x"
+
+
+@pytest.mark.parametrize("method, path, headers, status", [
+    ("GET", "/mcp/shared", {}, 405), ("PUT", "/mcp/shared", {}, 405), ("GET", "/", {}, 404), ("POST", "/mcp/nobody", {}, 404),
+    ("POST", "/mcp/shared", {"Origin": "https://evil.example"}, 403), ("POST", "/mcp/shared", {"Host": "evil.example"}, 403),
+    ("POST", "/mcp/shared", {"Origin": "http://localhost.evil.example"}, 403), ("POST", "/mcp/shared", {"Origin": "null"}, 403),
+    ("GET", "/v1/status", {"Host": "evil.example"}, 403), ("POST", "/mcp/shared", {"Origin": "http://localhost:1"}, 200),
+    ("POST", "/mcp/shared", {"Content-Type": "text/plain"}, 415), ("POST", "/mcp/shared", {"Accept": "text/html"}, 406),
+    ("POST", "/mcp/shared", {"Accept": "*/*"}, 200), ("POST", "/mcp/shared", {"Accept": "application/json"}, 200)])
+def test_what_comes_to_the_wrong_door_is_turned_away(web, method, path, headers, status):
+    body = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": "2025-06-18", "capabilities": {}}}
+    assert web.send(method, path, body if method == "POST" else None, headers)[0] == status
+
+
+HELLO = (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n%s")
+PING = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": "2025-06-18",
+                                                                                 "capabilities": {}}}).encode()
+
+
+@pytest.mark.parametrize("data, status", [
+    (HELLO % (b"", len(PING), PING), 200), (HELLO % (b"A: b\r\n c\r\n", len(PING), PING), 400),
+    (HELLO % (b"A : b\r\n", len(PING), PING), 400), (HELLO % (b"nonsense\r\n", len(PING), PING), 400),
+    (HELLO % (b"A: b\rC: d\r\n", len(PING), PING), 400), (HELLO % (b"A: \0\r\n", len(PING), PING), 400),
+    (HELLO % (b"Content-Length: 5\r\n", len(PING), PING), 400), (HELLO % (b"Host: x\r\n", len(PING), PING), 400),
+    (HELLO % (b"Transfer-Encoding: chunked\r\n", len(PING), PING), 400), (b"POST /mcp/shared HTTP/1.1\nHost: localhost\n\n", 400),
+    (b"nonsense\r\n\r\n", 400), (HELLO % (b"X: " + b"y" * 70000 + b"\r\n", len(PING), PING), 431),
+    (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n", 413),
+    (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n", 400),
+    (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\n"
+     b"%x\r\n%s\r\n0\r\n\r\n" % (len(PING), PING), 200),
+    (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 501)])
+def test_heads_that_two_readers_could_read_in_two_ways_are_refused(web, data, status):
+    answer = web.raw(data)
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+
+
+def test_pipelined_requests_are_answered_in_order_and_byte_by_byte_is_fine(web):
+    requests = b"".join(HELLO % (b"", len(PING), PING) for _ in range(3))
+    with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
+        for byte in requests[:len(requests) // 3]:
+            connection.send(bytes([byte]))
+        connection.sendall(requests[len(requests) // 3:])
+        received = b""
+        while received.count(b"HTTP/1.1 200 OK") < 3 or received.count(b'"serverInfo"') < 3:
+            received += connection.recv(65536)
+
+
+def test_the_body_is_asked_for_only_after_the_head_was_accepted(web):
+    head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
+        connection.sendall(head % (b"/mcp/shared", b"localhost", len(PING)))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 100 Continue")
+        connection.sendall(PING)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+    assert web.raw(head % (b"/mcp/shared", b"evil.example", len(PING))).startswith(b"HTTP/1.1 403")
+
+
+def test_a_thousand_idle_connections_do_not_keep_a_bystander_out(web):
+    idle = [socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) for _ in range(300)]
+    try:
+        assert web.tool("shared", "echo", text="still here") == "still here"
+    finally:
+        for connection in idle:
+            connection.close()
+    web.lab.wait_for("they are gone", lambda: web.lab.status()["tables"]["connections"] == 0)
+
+
+def test_a_modern_host_that_hangs_up_has_cancelled_and_a_legacy_one_has_not(web):
+    for modern in (True, False):
+        before = web.lab.instances("shared")[0]["calls"] if web.lab.instances("shared") else 0
+        params = {"name": "sleep", "arguments": {"seconds": 1.5}}
+        headers = {"Content-Type": "application/json", "Accept": BOTH_TYPES}
+        if modern:
+            params["_meta"] = MODERN_META
+            headers.update({"MCP-Protocol-Version": "2026-07-28", "Mcp-Method": "tools/call", "Mcp-Name": "sleep"})
+        else:
+            headers.update(WebSession(web, "shared").headers)
+        connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+        connection.request("POST", "/mcp/shared", json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}),
+                           headers)
+        web.lab.wait_for("the call", lambda: any(i["calls"] > before and i["inFlight"] for i in web.lab.instances("shared")))
+        connection.close()
+        web.lab.wait_for("the connection has gone", lambda: web.lab.status()["tables"]["connections"] == 0)
+        assert bool(sum(i["inFlight"] for i in web.lab.instances("shared"))) is not modern
+        web.lab.wait_for("nothing in flight", lambda: not sum(i["inFlight"] for i in web.lab.instances("shared")))
+
+
+def test_the_control_api_describes_itself_and_its_errors_have_one_shape(web):
+    description = json.loads(web.send("GET", "/v1/openapi.json")[2])
+    assert set(description["paths"]) >= {"/v1/" + name for name in (
+        "health status protocol servers tools call resource prompt complete asks events stop restart reload").split()}
+    assert json.loads(web.send("GET", "/v1/health")[2])["status"] == "ok"
+    protocol = json.loads(web.send("GET", "/v1/protocol")[2])
+    assert protocol["settings"]["http.listen"] == "127.0.0.1:%d" % web.port
+    body = {"server": "demo", "tool": "set", "arguments": {"value": "by api"}, "session": "api"}
+    assert web.send("POST", "/v1/call", body)[0] == 200
+    assert web.lab.command("call", "demo.get", "--session", "api", "--json")["content"][0]["text"] == "by api"
+    for method, path, body, status in (("GET", "/v1/nothing", None, 404), ("PUT", "/v1/status", {}, 405), ("POST", "/v1/call", {}, 400),
+                                       ("POST", "/v1/call", "{", 500), ("POST", "/v1/stop", {"name": "nobody"}, 400)):
+        got, _, text = web.send(method, path, body)
+        assert got == status and set(json.loads(text)["error"]) >= {"code", "message"}, (path, got, text)
+
+
+def test_events_are_shown_as_they_happen_and_replayed(web):
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    connection.request("GET", "/v1/events", headers={"Last-Event-ID": "0"})
+    stream = connection.getresponse()
+    WebSession(web, "demo").tool("echo", text="x")
+    seen = ""
+    while not ("event: instance" in seen and '"started"' in seen):
+        seen += stream.readline().decode()
+    connection.close()
+
+
+def test_the_token_is_wanted_at_every_door_and_shown_to_its_user_only(lab):
+    web = Web(lab, auth="token", demo=demo(scope="global"))
+    url = lab.command("url", "demo", "--json")
+    good = url["headers"]
+    assert os.stat(os.path.join(lab.state, "mcpx", "token")).st_mode & 0o777 == 0o600
+    for path in ("/mcp/demo", "/v1/status", "/nothing"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": good["Authorization"][:-1]},
+                        {"Authorization": "Basic " + good["Authorization"][7:]}):
+            status, answered, body = web.send("GET", path, headers=headers)
+            assert status == 401 and "WWW-Authenticate" in answered and good["Authorization"][7:].encode() not in body
+    assert web.send("GET", "/v1/health", headers=good)[0] == 200
+    session = WebSession(web, "demo", headers=good)
+    assert session.tool("echo", text="x") == "x"
+    # The unix socket needs none: its mode and the peer's uid are the check.
+    unix = socket.socket(socket.AF_UNIX)
+    unix.connect(lab.status()["daemon"]["socket"])
+    unix.sendall(b"GET /v1/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert unix.recv(65536).startswith(b"HTTP/1.1 200")
+    unix.close()
+
+
+def test_without_a_token_only_loopback_is_served(lab):
+    lab.configure({"demo": demo(scope="global")}, http={"listen": "0.0.0.0:%d" % free_port(), "auth": "none"})
+    assert lab.host("demo").call("echo", text="stdio works") == "stdio works"
+    assert "refused on 0.0.0.0" in lab.run("logs").stdout
+
+
+def test_a_taken_port_is_reported_and_hosts_over_stdio_are_served(lab):
+    with contextlib.closing(socket.socket()) as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        lab.configure({"demo": demo(scope="global")}, http={"listen": "127.0.0.1:%d" % port, "auth": "none"})
+        assert lab.host("demo").call("echo", text="x") == "x"
+        assert "127.0.0.1:%d" % port in lab.run("logs").stdout
 
 
 # ---------------------------------------------------------------------------
