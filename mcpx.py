@@ -7601,17 +7601,19 @@ class HttpSession:
     stream. A dropped connection is no cancel: the work goes on.
     """
 
-    def __init__(self, front, session_id, token):
-        self.front, self.id, self.token = front, session_id, token
+    def __init__(self, front, session_id, credential, names):
+        self.front, self.id, self.names = front, session_id, names
+        self.credential = credential     # digest of the header that made it: it is nobody else's
         self.core = front.core
-        self.host = None
+        identity = Identity("http session", CONNECTION_PREFIX + session_id)
+        self.host = LegacyHost(self.core, self, names, identity, front.env, front.definitions)
         self.pid = None
         self.streams = {}                # number -> EventStream of a POST
         self.numbers = 0
         self.get = EventStream(self, 0)
         self.used_at = time.monotonic()
         self.by_exchange = {}            # exchange -> EventStream that it became
-        self.exchange_headers = {}
+        self.state = None                # see keep_state
 
     def answer(self, seq, data):
         """The answer to a POST."""
@@ -7662,8 +7664,9 @@ class HttpSession:
                 exchange.raw_event(b"id: %d-0\nretry: 1000\ndata: \n\n" % stream.number)
         return stream
 
-    def keep_state(self, _state):
-        """Kept in this process for as long as the session lives."""
+    def keep_state(self, state):
+        """What the next daemon must know of this session, after an orderly restart."""
+        self.state = state
 
     def named_by(self, seq, meta):
         """Return what names the caller of a request."""
@@ -7866,20 +7869,55 @@ class HttpFront:
     def _new_session(self, exchange, names):
         if len(self.sessions) >= self.core.config.get("limits.hosts"):
             raise HttpError(503, "too many sessions (limits.hosts)")
-        session = HttpSession(self, secrets.token_urlsafe(24), exchange.headers.get("Authorization"))
-        identity = Identity("http session", CONNECTION_PREFIX + session.id)
-        session.host = LegacyHost(self.core, session, names, identity, self.env, self.definitions)
-        session.names = names
+        session = HttpSession(self, secrets.token_urlsafe(24), self._credential(exchange), names)
+        self._add(session)
+        exchange.extra_headers.append(("Mcp-Session-Id", session.id))
+        return session
+
+    def _credential(self, exchange):
+        """Return a digest of what a session is bound to; the credential itself is never kept."""
+        header = exchange.headers.get("Authorization") or ""
+        return hmac.new(self.core.secret, header.encode("utf-8", "replace"), "sha256").hexdigest()
+
+    def _add(self, session):
         self.sessions[session.id] = session
         self.core.hosts.add(session.host)
-        exchange.extra_headers.append(("Mcp-Session-Id", session.id))
         if self._timer is None:
             self._timer = self.core.loop.call_later(HTTP_SWEEP_S, self._sweep)
-        return session
+
+    def save_sessions(self, path):
+        """Write the sessions down at an orderly end: their hosts go on with the next daemon."""
+        kept = [{"id": s.id, "credential": s.credential, "names": s.names, "state": s.state,
+                 "numbers": s.numbers, "events": s.get.count} for s in self.sessions.values() if s.state is not None]
+        if kept:
+            try:
+                write_private_file(path, json.dumps({"saved": time.time(), "sessions": kept}).encode("utf-8"))
+            except OSError as error:
+                self.core.log.warning("the http sessions cannot be kept: %s", error)
+
+    def load_sessions(self, path):
+        """Take over the sessions of a daemon that ended in good order; each file counts once."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                data = json.load(file)
+            os.unlink(path)
+            if time.time() - data["saved"] > self.core.config.get("http.sessionTimeout"):
+                return
+            for kept in data["sessions"]:
+                session = HttpSession(self, kept["id"], kept["credential"], list(kept["names"]))
+                # Event ids go on, so that a Last-Event-ID of before means what it meant.
+                session.numbers, session.get.count = int(kept["numbers"]), int(kept["events"])
+                self._add(session)
+                session.host.take_state(kept["state"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self.core.log.warning("the http sessions of before cannot be read: %s", error)
 
     def _session(self, session_id, exchange, names):
         session = self.sessions.get(session_id)
-        if session is None or session.names != names or session.token != exchange.headers.get("Authorization"):
+        if session is None or session.names != names or not hmac.compare_digest(
+                session.credential, self._credential(exchange)):
             raise HttpError(404, "there is no such session (any more): initialize again")
         return session
 
@@ -7975,6 +8013,7 @@ class DaemonPaths:
         self.lock = os.path.join(self.state, "daemon-%s.lock" % name)
         self.starter = os.path.join(self.state, "starter-%s.lock" % name)
         self.record = os.path.join(self.state, "daemon-%s.json" % name)
+        self.sessions = os.path.join(self.state, "sessions-%s.json" % name)
         self.log = os.path.join(self.state, "logs", "daemon-%s.log" % name)
         self.socket = socket_path(config_file, env)
 
@@ -8500,6 +8539,8 @@ class Daemon:
             self.loop.on_signal(number, lambda number=number: self.shutdown(signal.Signals(number).name))
         self.loop.on_signal(signal.SIGHUP, lambda: self.check_config(force=True))
         self.pool.orphans.find()
+        if not self.standalone:
+            self.http.load_sessions(self.paths.sessions)
         self._open_tcp()
         self._watch_config()
         self._keep_warm()
@@ -9206,6 +9247,7 @@ class Daemon:
     def _leave(self):
         for link in list(self.links):
             link.close("mcpx has ended")
+        self.http.save_sessions(self.paths.sessions)
         self.http.close()
         self.loop.call_later(0.0, self.loop.stop)
 

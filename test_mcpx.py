@@ -4101,6 +4101,24 @@ def test_a_session_ends_with_its_delete_and_is_404_from_then_on(web):
     assert WebSession(web, "demo", headers={"Mcp-Session-Id": "stale"}).tool("echo", text="x") == "x"
 
 
+def test_a_session_goes_on_after_an_orderly_restart_and_is_404_after_a_crash(lab):
+    web = Web(lab, demo=demo(scope="session"))
+    session = WebSession(web, "demo")
+    assert session.tool("set", value="v") == "ok"
+    lab.command("stop")
+    lab.command("call", "demo.echo", "text=x")
+    lab.wait_for("the door", web.is_open)
+    status, messages = session.request("tools/call", {"name": "get", "arguments": {}})
+    assert status == 200 and messages[-1]["result"]["_meta"][RESTARTED]["reason"]
+    daemon = lab.daemon_pid()
+    os.kill(daemon, signal.SIGKILL)
+    lab.wait_gone(daemon)
+    lab.command("call", "demo.echo", "text=x")
+    lab.wait_for("the door", web.is_open)
+    assert session.request("tools/list")[0] == 404
+    assert WebSession(web, "demo").tool("echo", text="x") == "x"
+
+
 @pytest.mark.parametrize("method, path, headers, status", [
     ("GET", "/mcp/shared", {}, 405), ("PUT", "/mcp/shared", {}, 405), ("GET", "/", {}, 404), ("POST", "/mcp/nobody", {}, 404),
     ("POST", "/mcp/shared", {"Origin": "https://evil.example"}, 403), ("POST", "/mcp/shared", {"Host": "evil.example"}, 403),
