@@ -1,0 +1,538 @@
+#!/usr/bin/env python3
+"""Run the official conformance suite against mcpx.
+
+usage: suite.py [--quick] [--only NAME] [--list] [--rounds N] [--keep] [--mcpx FILE]
+
+    --quick       both requirement sets once, through a child of each era
+    --only NAME   only the legs whose name contains NAME (may be repeated)
+    --list        print the legs
+    --rounds N    how often eight runs at once are repeated (10)
+    --keep        leave the directories of failed legs, with the suite's results
+    --mcpx FILE   another mcpx.py than the one next to this directory
+
+The suite is a client that looks for faults in a server over HTTP. Here the
+server is mcpx, and behind it, as its one pooled server, is suite_fixture.py
+over stdio: in `global` scope and shared, so that everything meets in it. Each
+revision's requirement set is run whole, with the scenarios that do not count.
+
+A scenario passes when none of its checks fails. Whatever fails, warns or tests
+nothing must be in KNOWN, with a reason; an entry of KNOWN that did not show
+fails the leg too. The last line is `N passed, N failed`.
+"""
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import install
+import place as places
+from place import Failed, Place, expect, wait_until
+
+# The suite needs node 22; npm has it as a package.
+install.NPM_SETS.setdefault(
+    "suite",
+    {"@modelcontextprotocol/conformance": "0.2.0-alpha.12", "node-" + install.NODE_PLATFORM: "22.23.5"},
+)
+
+LEGACY = "2025-11-25"
+MODERN = "2026-07-28"
+FIXTURE = Path(__file__).resolve().parent / "suite_fixture.py"
+SERVER = "suite"  # its name in the config
+
+SCENARIO_LIMIT_MS = 30_000
+# A whole run on a loaded machine; the longest one alone takes a quarter of a minute.
+RUN_LIMIT_S = 600
+START_LIMIT_S = 20
+AT_ONCE = 8
+SHOWN_FINDINGS = 40
+
+# Where a result was put: server-<scenario>-<time>.
+RESULT_NAME = re.compile(r"server-(.+)-\d{4}-\d\d-\d\dT[\d-]+Z\Z")
+
+
+# ---------------------------------------------------------------------------
+# What is known
+# ---------------------------------------------------------------------------
+
+
+class Known:
+    """A check that is expected not to succeed: on which legs, and why."""
+
+    def __init__(self, legs, scenario, check, reason):
+        self.legs = legs
+        self.scenario = scenario
+        self.check = check
+        self.reason = reason
+
+    def matches(self, finding):
+        return (self.scenario, self.check) == (finding.scenario, finding.check)
+
+
+STRAIGHT = ("straight " + LEGACY, "straight " + MODERN)
+ALL_MODERN = (MODERN, MODERN + " on a legacy server", "straight " + MODERN)
+LEGACY_SERVER = (MODERN + " on a legacy server",)
+EMPTY = "(nothing tested)"
+
+KNOWN = [
+    Known(
+        ALL_MODERN,
+        "tasks-status-notifications",
+        EMPTY,
+        "The suite skips this scenario itself, whatever the server.",
+    ),
+    Known(
+        ("straight " + MODERN,),
+        "tasks-request-headers",
+        "sep-2663-server-rejects-mismatched-mcp-name-on-tasks-get",
+        "The SDK's own HTTP server does not know that Mcp-Name is the task's id; mcpx does.",
+    ),
+]
+
+
+# ---------------------------------------------------------------------------
+# Results
+# ---------------------------------------------------------------------------
+
+
+class Finding:
+    """A check that did not succeed."""
+
+    def __init__(self, scenario, check, status, message):
+        self.scenario = scenario
+        self.check = check
+        self.status = status
+        self.message = message
+
+    def __str__(self):
+        return "%s %s %s: %s" % (self.status, self.scenario, self.check, (self.message or "")[:300])
+
+
+class Run:
+    """One run of the suite, from its start to what it found."""
+
+    def __init__(self, process, revision, directory, scenarios):
+        self.process = process
+        self.revision = revision
+        self.directory = directory
+        self.scenarios = scenarios  # what has to be in the results
+        self.started = time.monotonic()
+        self.seconds = 0.0
+        self.findings = []
+        self.checks = 0  # that succeeded
+
+    def finish(self):
+        """Wait for the end and read the results."""
+        try:
+            self.process.wait(RUN_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.findings.append(Finding("(all)", "(run)", "FAILURE", "not done in %d s" % RUN_LIMIT_S))
+        self.seconds = time.monotonic() - self.started
+        results = read_results(self.directory)
+        for scenario in self.scenarios:
+            self._take(scenario, results.get(scenario))
+        return self
+
+    def _take(self, scenario, checks):
+        if checks is None:
+            self.findings.append(Finding(scenario, "(run)", "FAILURE", "left no result"))
+            return
+        succeeded = sum(1 for check in checks if check["status"] == "SUCCESS" and not is_wire_check(check))
+        self.checks += sum(1 for check in checks if check["status"] == "SUCCESS")
+        bad = [check for check in checks if check["status"] in ("FAILURE", "WARNING")]
+        for check in bad:
+            self.findings.append(Finding(scenario, check["id"], check["status"], check.get("errorMessage")))
+        if not bad and not succeeded:
+            self.findings.append(Finding(scenario, EMPTY, "WARNING", "no check succeeded or failed"))
+
+    def failed(self):
+        """The scenarios that fail by the suite's own count."""
+        return {finding.scenario for finding in self.findings if finding.status == "FAILURE"}
+
+
+def is_wire_check(check):
+    """The check that the suite adds to every scenario: were the messages valid?"""
+    return check["id"].startswith("wire-schema")
+
+
+def read_results(directory):
+    """The checks of each scenario, from the files that the suite left."""
+    results = {}
+    for path in sorted(directory.glob("server-*/checks.json")):
+        name = RESULT_NAME.match(path.parent.name)
+        results[name.group(1)] = json.loads(path.read_text())
+    return results
+
+
+def requirements(revision):
+    """(scored, not scored): the server scenarios of a revision's requirement set."""
+    package = install.npm_package("suite", "@modelcontextprotocol/conformance")
+    text = (package / "requirements" / (revision + ".yaml")).read_text()
+    scored = re.search(r"^server:\n((?: +- .*\n)+)", text, re.M).group(1)
+    others = text.partition("\nnot_scored:\n")[2]
+    entries = re.findall(r"- scenario: (\S+)\n +leg: server\n", others)
+    return re.findall(r"- (\S+)", scored), entries
+
+
+# ---------------------------------------------------------------------------
+# The suite, the fixture and mcpx
+# ---------------------------------------------------------------------------
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def start(place, argv, log, port):
+    """Start a server of ours and wait until its port is open."""
+    with open(place.root / log, "ab") as out:
+        process = subprocess.Popen(
+            argv, cwd=str(place.work), env=place.env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+
+    def ready():
+        expect(process.poll() is None, "%s ended: %s", log, (place.root / log).read_text(errors="replace")[-800:])
+        return answers(port)
+
+    wait_until(ready, START_LIMIT_S, "%s listens" % log)
+    return process
+
+
+@contextlib.contextmanager
+def straight(place):
+    """The fixture by itself, over HTTP; the value is its address."""
+    port = free_port()
+    argv = [install.venv_program("sdk2", "python"), str(FIXTURE), "--http", str(port)]
+    process = start(place, argv, "fixture.log", port)
+    try:
+        yield "http://127.0.0.1:%d/mcp" % port
+    finally:
+        end(process)
+
+
+def end(process):
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(places.STOP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class Mcpx:
+    """A daemon with the fixture as its one server; can be restarted on its port."""
+
+    def __init__(self, place, protocol):
+        self.place = place
+        self.port = free_port()
+        self.url = "http://127.0.0.1:%d/mcp/%s" % (self.port, SERVER)
+        self.process = None
+        self.children = set()
+        fixture = {
+            "command": install.venv_program("sdk2", "python"),
+            "args": [str(FIXTURE)],
+            "mcpx": {"scope": "global", "sharing": "shared", "protocol": protocol},
+        }
+        place.configure({SERVER: fixture}, **{"http.listen": "127.0.0.1:%d" % self.port, "http.auth": "none"})
+
+    def start(self):
+        self.process = start(self.place, self.place.mcpx("daemon"), "daemon.log", self.port)
+
+    def stop(self):
+        self.count_children()
+        end(self.process)
+
+    def restart(self):
+        self.stop()
+        self.start()
+
+    def count_children(self):
+        status = self.place.status() or {"instances": []}
+        self.children.update(instance["pid"] for instance in status["instances"])
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_error):
+        self.stop()
+
+
+def begin_run(place, url, revision, name, scenario=None):
+    """Start the suite: the whole requirement set, or one scenario of it."""
+    directory = place.root / ("results-" + name)
+    directory.mkdir()
+    node = install.npm_package("suite", "node-" + install.NODE_PLATFORM) / "bin" / "node"
+    script = install.npm_package("suite", "@modelcontextprotocol/conformance") / "dist" / "index.js"
+    argv = [str(node), str(script), "server", "--url", url, "--output-dir", str(directory)]
+    argv += ["--timeout", str(SCENARIO_LIMIT_MS)]
+    if scenario:
+        argv += ["--scenario", scenario, "--spec-version", revision, "--force"]
+    else:
+        argv += ["--requirements", revision]
+    with open(directory / "suite.log", "wb") as out:
+        process = subprocess.Popen(
+            argv, cwd=str(place.work), env=place.env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+    scenarios = [scenario] if scenario else sum(requirements(revision), [])
+    return Run(process, revision, directory, scenarios)
+
+
+def meet(url):
+    """A first call by a caller that can be asked anything.
+
+    What a legacy server may ask, it learns once, from the caller that starts
+    it; the suite's first requests declare nothing.
+    """
+    meta = {
+        "io.modelcontextprotocol/protocolVersion": MODERN,
+        "io.modelcontextprotocol/clientInfo": {"name": "suite-runner", "version": "1"},
+        "io.modelcontextprotocol/clientCapabilities": {"elicitation": {}, "sampling": {}, "roots": {}},
+    }
+    params = {"name": "test_simple_text", "arguments": {}, "_meta": meta}
+    headers = {
+        "Content-Type": "application/json",
+        "Accept": "application/json, text/event-stream",
+        "MCP-Protocol-Version": MODERN,
+        "Mcp-Method": "tools/call",
+        "Mcp-Name": params["name"],
+    }
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=START_LIMIT_S) as reply:
+            text = reply.read().decode()
+    except (urllib.error.URLError, OSError) as error:
+        raise Failed("the first call failed: %s" % error) from error
+    expect("simple text" in text, "the first call was answered with %s", text[:300])
+
+
+# ---------------------------------------------------------------------------
+# Legs
+# ---------------------------------------------------------------------------
+
+
+class Leg:
+    """A named check: a function of (place, leg) that returns (findings, note)."""
+
+    def __init__(self, name, function, revision=None, protocol=None, quick=False):
+        self.name = name
+        self.function = function
+        self.revision = revision
+        self.protocol = protocol
+        self.quick = quick
+        self.rounds = 1
+
+    def judge(self, runs):
+        """What is unexpected in these runs, and which entries of KNOWN are out of date."""
+        rows = [row for row in KNOWN if self.name in row.legs]
+        found = [finding for run in runs for finding in run.findings]
+        unexpected = [str(finding) for finding in found if not any(row.matches(finding) for row in rows)]
+        ran = {scenario for run in runs for scenario in run.scenarios}
+        for row in rows:
+            if row.scenario not in ran:
+                unexpected.append("OUT OF DATE: there is no scenario %s" % row.scenario)
+            elif not any(row.matches(finding) for finding in found):
+                unexpected.append("OUT OF DATE: %s %s was not seen" % (row.scenario, row.check))
+        return unexpected
+
+
+def score(run):
+    """How many scenarios pass, by the suite's own count."""
+    scored, others = requirements(run.revision)
+    failed = run.failed()
+    return "scored %d of %d, not scored %d of %d, %d checks" % (
+        len(set(scored) - failed),
+        len(scored),
+        len(set(others) - failed),
+        len(others),
+        run.checks,
+    )
+
+
+def check_straight(place, leg):
+    """The suite and the fixture without mcpx: what cannot pass at all."""
+    with straight(place) as url:
+        run = begin_run(place, url, leg.revision, "straight").finish()
+    return leg.judge([run]), score(run)
+
+
+def check_through(place, leg):
+    """One requirement set through mcpx."""
+    with Mcpx(place, leg.protocol) as mcpx:
+        if leg.protocol == "legacy":
+            meet(mcpx.url)
+        run = begin_run(place, mcpx.url, leg.revision, "through").finish()
+    return leg.judge([run]), "%s, %d children" % (score(run), len(mcpx.children))
+
+
+def check_eight(place, leg):
+    """Eight runs at once, four of each revision, after one of each alone."""
+    with straight(place) as url:
+        beside = run_eight(place, url, "straight")
+    found = []
+    times = []
+    with Mcpx(place, "follow") as mcpx:
+        for revision in (LEGACY, MODERN):
+            alone = begin_run(place, mcpx.url, revision, "alone-" + revision).finish()
+            found += without_known("alone", alone)
+        for number in range(leg.rounds):
+            runs = run_eight(place, mcpx.url, "round%d" % number)
+            times.append(max(run.seconds for run in runs))
+            for run in runs:
+                found += without_known("round %d" % (number + 1), run)
+    if len(mcpx.children) != 2:
+        found.append("%d children were used, wanted is one for each era" % len(mcpx.children))
+    slowest = max(run.seconds for run in beside)
+    note = "%d rounds of %d runs in %.1f to %.1f s, straight %.1f s; %d children" % (
+        leg.rounds,
+        AT_ONCE,
+        min(times),
+        max(times),
+        slowest,
+        len(mcpx.children),
+    )
+    return found, note
+
+
+def run_eight(place, url, name):
+    runs = [
+        begin_run(place, url, (LEGACY, MODERN)[number % 2], "%s-%d" % (name, number)) for number in range(AT_ONCE)
+    ]
+    return [run.finish() for run in runs]
+
+
+def without_known(label, run):
+    """The findings of a run through mcpx that a run alone would not have."""
+    rows = [row for row in KNOWN if run.revision in row.legs]
+    return [
+        "%s, %s: %s" % (label, run.revision, finding)
+        for finding in run.findings
+        if not any(row.matches(finding) for row in rows)
+    ]
+
+
+def check_restarts(place, leg):
+    """Eight runs at once, scenario by scenario, with a new daemon before each."""
+    lists = [sum(requirements(revision), []) for revision in (LEGACY, MODERN)]
+    found = []
+    with Mcpx(place, "follow") as mcpx:
+        for step in range(max(map(len, lists))):
+            runs = []
+            for number in range(AT_ONCE):
+                scenarios = lists[number % 2]
+                scenario = scenarios[step % len(scenarios)]
+                name = "step%d-%d" % (step, number)
+                runs.append(begin_run(place, mcpx.url, (LEGACY, MODERN)[number % 2], name, scenario))
+            for run in runs:
+                found += without_known("step %d" % step, run.finish())
+            mcpx.restart()
+    return found, "%d restarts, %d children" % (step + 1, len(mcpx.children))
+
+
+LEGS = [
+    Leg(LEGACY, check_through, LEGACY, "follow", quick=True),
+    Leg(MODERN, check_through, MODERN, "follow", quick=True),
+    Leg(LEGACY + " on a modern server", check_through, LEGACY, "modern"),
+    Leg(MODERN + " on a legacy server", check_through, MODERN, "legacy"),
+    Leg("straight " + LEGACY, check_straight, LEGACY),
+    Leg("straight " + MODERN, check_straight, MODERN),
+    Leg("eight at once", check_eight),
+    Leg("eight at once, restarts", check_restarts),
+]
+
+
+# ---------------------------------------------------------------------------
+# Running
+# ---------------------------------------------------------------------------
+
+
+def run_leg(leg, keep):
+    """Run one leg in a place of its own; prints its line and returns whether it passed."""
+    place = Place(leg.name)
+    started = time.monotonic()
+    note = ""
+    try:
+        try:
+            findings, note = leg.function(place, leg)
+        except Failed as failure:
+            findings = [str(failure)]
+        except Exception:  # a fault of this runner, or an answer it did not expect
+            findings = [traceback.format_exc().strip()]
+        findings += ["left over: " + left for left in place.leftovers()]
+        show(leg, findings, note, time.monotonic() - started)
+        if findings and keep:
+            print("      results and logs are in %s" % place.root)
+    finally:
+        if not (keep and findings):
+            place.remove()
+    return not findings
+
+
+def show(leg, findings, note, seconds):
+    notes = [note] if note else []
+    print("%s  %s  (%s)" % ("FAIL" if findings else "PASS", leg.name, ", ".join(notes + ["%.1f s" % seconds])))
+    for finding in findings[:SHOWN_FINDINGS]:
+        print("      " + finding.replace("\n", "\n      "))
+    if len(findings) > SHOWN_FINDINGS:
+        print("      and %d more" % (len(findings) - SHOWN_FINDINGS))
+    sys.stdout.flush()
+
+
+def chosen(options):
+    if options.only:
+        return [leg for leg in LEGS if any(part in leg.name for part in options.only)]
+    return [leg for leg in LEGS if leg.quick or not options.quick]
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--mcpx", metavar="FILE", type=Path)
+    options = parser.parse_args(argv)
+    legs = chosen(options)
+    if options.list:
+        print("\n".join(leg.name for leg in legs))
+        return 0
+    if not legs:
+        print("no leg is called like that", file=sys.stderr)
+        return 2
+    if options.mcpx:
+        places.MCPX = options.mcpx.resolve()
+    try:
+        for name in ("suite", "sdk2"):
+            install.install(name, lambda text: print(text, flush=True))
+    except install.InstallError as error:
+        print("a peer could not be installed: %s" % error, file=sys.stderr)
+        return 1
+    for leg in legs:
+        leg.rounds = options.rounds
+    passed = [run_leg(leg, options.keep) for leg in legs]
+    print("%d passed, %d failed" % (sum(passed), len(passed) - sum(passed)))
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
