@@ -2488,7 +2488,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "schema", "task", "asks", "rounds")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "schema", "task", "asks", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2503,6 +2503,7 @@ class Call:
         self.last_progress = self.schema = self.task = None
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
+        self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
 
@@ -2677,7 +2678,10 @@ class Upstream:
         meta = {name: value for name, value in (params.get("_meta") or {}).items() if name != "progressToken"}
         meta[META_VERSION] = MODERN
         meta[META_CLIENT_INFO] = {"name": "mcpx", "version": __version__}
-        meta[META_CAPABILITIES] = lift_capabilities(call.host.capabilities) if call.host is not None else {}
+        capabilities = lift_capabilities(call.host.capabilities) if call.host is not None else {}
+        if call.opts_in:
+            capabilities["extensions"] = dict(capabilities.get("extensions") or {}, **{TASKS_EXTENSION: {}})
+        meta[META_CAPABILITIES] = capabilities
         if call.host is not None and call.host.level is not None:
             meta[META_LOG_LEVEL] = call.host.level
         if call.token is not None:
@@ -5064,6 +5068,91 @@ def asking_hosts(instance):
 # link carries lines; processes and sockets are not its business.
 # ---------------------------------------------------------------------------
 
+def wants_tasks(call, error):
+    """Does a modern server refuse this call because it runs as a task only?"""
+    data = error.get("data") if isinstance(error.get("data"), dict) else {}
+    required = data.get("requiredCapabilities") if isinstance(data.get("requiredCapabilities"), dict) else {}
+    extensions = required.get("extensions")
+    return (error.get("code") == MISSING_CAPABILITY and not call.opts_in and call.slot is not None
+            and call.method == "tools/call" and isinstance(extensions, dict) and TASKS_EXTENSION in extensions)
+
+
+# How often a task is looked at where the server names no interval, and the bounds of what it names.
+TASK_POLL_S = (0.2, 1.0, 10.0)
+
+
+class TaskFollower:
+    """Follows a modern server's task to its end for a legacy host that knows of none."""
+
+    def __init__(self, host, call, result):
+        self.host, self.call, self.core = host, call, host.core
+        self.task_id = result.get("taskId")
+        self.interval = result.get("pollIntervalMs")
+        self.asked = set()               # keys of inputRequests that the host has been asked
+        self.instance = next((i for i in host.core.pool.instances.values() if i.slot is call.slot), None)
+
+    def start(self):
+        """Look at it now and then; the instance stays for it."""
+        self.call.slot.tasks.add(self.task_id)
+        self._later()
+
+    def is_wanted(self):
+        """Does the host still wait?"""
+        return self.host.calls.get(self.call.host_id) is self.call and not self.host.closed
+
+    def _later(self):
+        named = self.interval / 1000.0 if isinstance(self.interval, (int, float)) else TASK_POLL_S[1]
+        self.core.loop.call_later(min(max(named, TASK_POLL_S[0]), TASK_POLL_S[2]), self._look)
+
+    def _look(self):
+        if not self.is_wanted():
+            self._send("tasks/cancel", {}, lambda *_: None)
+            self._leave()
+            return
+        self._send("tasks/get", {}, self._seen)
+
+    def _send(self, method, params, on_answer):
+        inner = Call(method, dict(params, taskId=self.task_id), on_answer, self.host, None, None, self.call.identity)
+        inner.opts_in, inner.may_repeat = True, method == "tasks/get"
+        self.core.pool.submit(inner, self.call.slot)
+
+    def _seen(self, _call, message, _line):
+        state = message.get("result")
+        if not self.is_wanted() or not isinstance(state, dict):
+            self._finish(message if "error" in message else {"error": RpcError(
+                INTERNAL_ERROR, "the task's state is no object").as_object()})
+        elif state.get("status") == "completed":
+            self._finish({"result": state.get("result")})
+        elif state.get("status") in ("failed", "cancelled"):
+            self._finish({"error": state.get("error") or RpcError(
+                INTERNAL_ERROR, "the task was %s" % state["status"]).as_object()})
+        else:
+            requests = state.get("inputRequests")
+            for key, entry in (requests.items() if isinstance(requests, dict) else ()):
+                if key not in self.asked and isinstance(entry, dict):
+                    self.asked.add(key)
+                    self._ask(key, entry)
+            self._later()
+
+    def _ask(self, key, entry):
+        def answered(message):
+            result = message.get("result") if isinstance(message.get("result"), dict) else {"action": "cancel"}
+            reply = {name: value for name, value in result.items() if name not in ("_meta", "resultType")}
+            self._send("tasks/update", {"inputResponses": {key: reply}}, lambda *_: None)
+        params = entry.get("params") if isinstance(entry.get("params"), dict) else {}
+        self.core.questions.ask_for(self.instance, self.host, self.call, entry.get("method"), params, answered)
+
+    def _finish(self, message):
+        self._leave()
+        if self.is_wanted():
+            self.call.opts_in = self.call.done = False
+            self.call.finish(message)
+
+    def _leave(self):
+        self.call.slot.tasks.discard(self.task_id)
+        self.core.pool.wake(self.call.slot)
+
+
 # A server that asks more often than this within one call does not come to an end.
 MAX_INPUT_ROUNDS = 10
 
@@ -5529,7 +5618,7 @@ class LegacyHost(Host):
 
     def _finished(self, call, message, line):
         """Every request ends here: spell the answer for this host and send it."""
-        if self.calls.get(call.host_id) is call and not asks_for_input(message):
+        if self.calls.get(call.host_id) is call and not asks_for_input(message) and not call.opts_in:
             del self.calls[call.host_id]
         if self.closed:
             return
@@ -5538,6 +5627,10 @@ class LegacyHost(Host):
             if not isinstance(error, dict) or not isinstance(error.get("code"), int):
                 error = RpcError(INTERNAL_ERROR, "the server's answer has neither result nor error").as_object()
             self._note_elicitations(call, error)
+            if wants_tasks(call, error):
+                self._opt_in(call)
+                return
+            self.calls.pop(call.host_id, None)
             if call.schema is not None and call.schema.revision in MODERN_REVISIONS:
                 error = spell_error_down(call.method, error)
             body = spell_error(call.method, error, self.revision or LATEST_LEGACY)
@@ -5547,10 +5640,14 @@ class LegacyHost(Host):
         if isinstance(result, dict) and result.get("resultType") == "input_required" and call.slot is not None:
             InputLoop(self, call, result).ask()
             return
+        if call.opts_in and isinstance(result, dict) and result.get("resultType") == "task":
+            TaskFollower(self, call, result).start()
+            return
         if not isinstance(result, dict):
             self._send(call.seq, error_message(call.host_id, RpcError(
                 INTERNAL_ERROR, "the server's result is not an object")))
             return
+        self.calls.pop(call.host_id, None)
         if call.slot is not None:
             new = self._result_for_host(call, result)
         if new is result and line is not None:
@@ -5560,6 +5657,13 @@ class LegacyHost(Host):
                 self._send(call.seq, result_message(call.host_id, new))
             except RpcError as error:
                 self._send(call.seq, error_message(call.host_id, error))
+
+    def _opt_in(self, call):
+        """A modern server runs this tool as a task only: repeat it, and follow the task (PROTOCOL 7.7)."""
+        again = Call(call.method, call.params, self._finished, self, call.host_id, call.seq, call.identity)
+        again.token, again.schema, again.message, again.opts_in = call.token, call.schema, call.message, True
+        self.calls[call.host_id] = again
+        self.core.pool.submit(again, call.slot)
 
     def _result_for_host(self, call, result):
         """Return an upstream's result as this host must see it; the same object if unchanged."""
