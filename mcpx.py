@@ -2540,6 +2540,7 @@ class Upstream:
         self.era, self.revision = "legacy", LATEST_LEGACY
         self.only_era = None             # the era that it turned out to speak alone
         self.probing = False             # it has not yet shown which era it speaks
+        self.wanted_tasks = set()        # tasks that a modern server is to tell of
         self.wanted_uris = set()         # what a modern server is to tell changes of
         self.listens = {}                # wire id of a subscriptions/listen -> calls that wait for its ack
         self.info, self.capabilities, self.instructions = {}, {}, None
@@ -2628,11 +2629,14 @@ class Upstream:
                   if isinstance(self.capabilities.get(name), dict) and self.capabilities[name].get("listChanged")}
         if self.wanted_uris:
             wanted["resourceSubscriptions"] = sorted(self.wanted_uris)
+        if self.wanted_tasks:
+            wanted["taskIds"] = sorted(self.wanted_tasks)
         old = list(self.listens)
         if wanted:
             self._last_id += 1
             self.listens[self._last_id] = list(waiting)
-            meta = {META_VERSION: MODERN, META_CAPABILITIES: {}, META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
+            extensions = {"extensions": {TASKS_EXTENSION: {}}} if self.wanted_tasks else {}
+            meta = {META_VERSION: MODERN, META_CAPABILITIES: extensions, META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
             self.stream.write(encode_json({"jsonrpc": "2.0", "id": self._last_id, "method": "subscriptions/listen",
                                            "params": {"notifications": wanted, "_meta": meta}}) + b"\n")
         for wire_id in old:
@@ -6203,6 +6207,10 @@ class Tasks:
         task = self.find(instance, params.get("taskId"))
         if task is None:
             # Some servers tell of a task before they have answered the call that made it.
+            if any(t.upstream_id == params.get("taskId") and t.slot is instance.slot
+                   for t in self.core.modern_tasks.by_id.values()):
+                self.core.modern_tasks.on_state(instance, params)
+                return
             early = self._early.setdefault(instance.id, [])
             if len(early) < 100 and any("task" in call.params for call in instance.upstream.in_flight.values()
                                         if call.method == "tools/call"):
@@ -6237,7 +6245,7 @@ class Tasks:
             host.core.attach(host)
         schema = host.surface.schemas.get(server_name)
         tool = schema.tool(call.params.get("name")) if schema is not None else None
-        if isinstance(host, ModernRequest) and host._declares_tasks():
+        if isinstance(host, ModernRequest) and host.declares_tasks():
             return False                 # it gets a task of its own
         return schema is not None and runs_as_task(schema, tool) and "task" not in call.params
 
@@ -6413,6 +6421,7 @@ class ModernRequest(Host):
         self.held = None                 # the HeldCall that it is attached to
         self.runs = 0                    # how often it was run again for URLs to be visited
         self.wanted_kinds = set()        # of a subscriptions/listen
+        self.wanted_tasks = set()        # ids of tasks that it wants to hear of
         self.acknowledged = None         # the honoured filter of a subscriptions/listen
         self._before_ack = []
         self.on_over = None              # told once the request has its answer
@@ -6546,11 +6555,12 @@ class ModernRequest(Host):
             raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
         tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
         if tool is not None and schema.revision not in MODERN_REVISIONS and runs_as_task(schema, tool) and (
-                self._declares_tasks()):
+                self.declares_tasks()):
             call.params = dict(call.params, task={})
         super()._submit(call, slot, schema)
 
-    def _declares_tasks(self):
+    def declares_tasks(self):
+        """Does this request declare the tasks extension?"""
         extensions = self.capabilities.get("extensions")
         return isinstance(extensions, dict) and TASKS_EXTENSION in extensions
 
@@ -6999,8 +7009,7 @@ class ModernTasks:
 
     def request(self, request, call):
         """tasks/get, tasks/update, tasks/cancel."""
-        extensions = request.capabilities.get("extensions")
-        if not isinstance(extensions, dict) or TASKS_EXTENSION not in extensions:
+        if not request.declares_tasks():
             raise RpcError(MISSING_CAPABILITY, "%s needs the extension %s" % (call.method, TASKS_EXTENSION),
                            {"requiredCapabilities": {"extensions": {TASKS_EXTENSION: {}}}})
         task_id = call.params.get("taskId")
@@ -7020,6 +7029,38 @@ class ModernTasks:
         meta = request.link.named_by(call.seq, call.params.get("_meta"))
         identity = request.identity.with_meta(meta, self.core.config.get("transport.sessionMetaKeys"), 0)
         return not task.identity.named or identity.session == task.identity.session
+
+    def watch(self, request, call, task_ids):
+        """Have a listen stream told of these tasks; returns those that it may hear of."""
+        if not isinstance(task_ids, list) or not task_ids:
+            return []
+        if not request.declares_tasks():
+            raise RpcError(MISSING_CAPABILITY, "taskIds needs the extension %s" % TASKS_EXTENSION,
+                           {"requiredCapabilities": {"extensions": {TASKS_EXTENSION: {}}}})
+        good = []
+        for task_id in task_ids:
+            task = self.by_id.get(task_id) if isinstance(task_id, str) else None
+            if task is not None and self._may_see(request, call, task):
+                good.append(task_id)
+                request.wanted_tasks.add(task_id)
+                instance = task.slot.instance
+                if not task.is_core and instance is not None and task.upstream_id not in instance.upstream.wanted_tasks:
+                    instance.upstream.wanted_tasks.add(task.upstream_id)
+                    instance.upstream.listen()
+        return good
+
+    def on_state(self, instance, params):
+        """A server tells how a task is doing: the listen streams that want to hear of it are told."""
+        task = next((t for t in self.by_id.values() if t.upstream_id == params.get("taskId")
+                     and t.slot is instance.slot), None)
+        if task is None:
+            self.core.pool.counters["droppedTaskStatus"] += 1
+            return
+        shown = {name: value for name, value in params.items() if name != "_meta"}
+        shown = flat_task(shown, task.id, True) if task.is_core else dict(shown, taskId=task.id)
+        for request in list(self.core.requests):
+            if task.id in request.wanted_tasks:
+                request.tell("notifications/tasks", shown)
 
     def answered(self, call, result):
         """Give a modern upstream's answer about a task our id."""
@@ -7216,6 +7257,9 @@ def _listen(request, call):
             if wanted.get(member) is True and request.surface.offers(capability):
                 honoured[member] = True
                 request.wanted_kinds.add("notifications/%s/list_changed" % capability)
+        task_ids = request.core.modern_tasks.watch(request, call, wanted.get("taskIds"))
+        if task_ids:
+            honoured["taskIds"] = task_ids
         left = set(uris) if request.surface.offers("resources") else set()
         good = []
 
@@ -9171,6 +9215,8 @@ class Daemon:
             self.questions.on_cancelled(instance, params)
         elif method == "notifications/tasks/status":
             self.tasks.on_status(instance, params)
+        elif method == "notifications/tasks":
+            self.modern_tasks.on_state(instance, params)
         elif method == "notifications/elicitation/complete":
             host = self._elicitations.pop((instance.slot.name, params.get("elicitationId")), None)
             if host is not None and host.revision == LATEST_LEGACY:
