@@ -2537,6 +2537,8 @@ class Upstream:
         self.stream, self.owner, self.counters = stream, owner, counters
         self.in_flight = {}              # wire id -> Call, until answered or given up
         self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
+        # Cancelled calls that the server may still be at: what it asks or logs may be theirs.
+        self.ghosts = {}                 # wire id -> Call, until a late answer or for cancelGrace
         self.era, self.revision = "legacy", LATEST_LEGACY
         self.only_era = None             # the era that it turned out to speak alone
         self.probing = False             # it has not yet shown which era it speaks
@@ -2755,9 +2757,15 @@ class Upstream:
                 params["reason"] = reason
             self.notify("notifications/cancelled", params)
 
-    def drop(self, call):
-        """Forget a cancelled call; its late answer will be counted and ignored."""
+    def drop(self, call, grace=0.0):
+        """Forget a cancelled call; its late answer will be counted and ignored.
+
+        For `grace` seconds it still counts when it has to be told whose a question is.
+        """
         if self.in_flight.pop(call.wire_id, None) is not None:
+            if grace:
+                self.ghosts[call.wire_id] = call
+                self.owner.call_later(grace, lambda: self.ghosts.pop(call.wire_id, None))
             self.owner.on_settled(call)
 
     def take_all(self):
@@ -2827,10 +2835,14 @@ class Upstream:
         if call is None:
             # Normal after a cancel: the answer and the cancel crossed on the wire.
             self.counters["lateAnswers"] += 1
+            if is_valid_id(wire_id):
+                self.ghosts.pop(wire_id, None)
             return
-        self.owner.on_settled(call)
+        # First the answer, then the lease: what the answer leaves open (a task, a question to be
+        # answered by a retry) must hold the instance before it can come to rest.
         if not call.cancelled:
             call.finish(message, line)
+        self.owner.on_settled(call)
 
     def _on_progress(self, message):
         params = message.get("params") or {}
@@ -3529,12 +3541,12 @@ class Pool:
         slot, instance = call.slot, call.instance
         if instance is not None and call.wire_id in instance.upstream.in_flight:
             instance.upstream.cancel(call, reason)
+            grace = self.config.get("cancelGrace", slot.server)
             if self.config.get("sharing", slot.server) == "exclusive":
                 # The next call must not start while the server may still be at this one.
-                grace = self.config.get("cancelGrace", slot.server)
                 self.loop.call_later(grace, lambda: instance.upstream.drop(call))
             else:
-                instance.upstream.drop(call)
+                instance.upstream.drop(call, grace)
         elif slot is not None and (slot.queue.remove(call) or slot.askers.remove(call)):
             self._rested(slot)
 
@@ -4362,11 +4374,11 @@ class Schema:
         """Return the listed tool of that name, or None."""
         if self._tools is None:
             self._tools = {tool.get("name"): tool for tool in self.lists["tools"]}
-        return self._tools.get(name)
+        return self._tools.get(name) if isinstance(name, str) else None
 
     def asks(self, name):
         """Has a tool (or prompt) of that name been seen to ask its host something, lately?"""
-        return self.asking.get(name, 0) > time.time()
+        return isinstance(name, str) and self.asking.get(name, 0) > time.time()
 
     def offers(self, kind):
         """Does the server declare the capability that this list belongs to?"""
@@ -4955,6 +4967,12 @@ class Questions:
             self.loop.soon(lambda: slot.pool.wake(slot))
 
     def _to_host(self, question, host):
+        upstream = question.instance.upstream
+        waits = any(call.host is host and not call.cancelled for call in upstream.in_flight.values())
+        left = any(call.host is host for call in upstream.ghosts.values())
+        if host.closed or (left and not waits):
+            self.give_up(question, "the request that this belongs to was cancelled")
+            return
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
@@ -5060,9 +5078,10 @@ def newest_call(instance, host):
 
 
 def asking_hosts(instance):
-    """Return the hosts that have a request in flight on an instance."""
-    return {call.host for call in instance.upstream.in_flight.values()
-            if call.host is not None and not call.cancelled}
+    """Return the hosts whose requests a server may be at: in flight, or cancelled a moment ago."""
+    upstream = instance.upstream
+    return {call.host for calls in (upstream.in_flight, upstream.ghosts) for call in calls.values()
+            if call.host is not None}
 
 
 # ---------------------------------------------------------------------------
@@ -5305,7 +5324,7 @@ class Host:
             call.identity = self.identity.with_meta(meta, keys, self.core.new_id(), place)
             needs_cwd = scope in ("cwd", "worktree", "repo") and call.identity.place.cwd is None
             if needs_cwd and place is None and self.roots is None and self.can_tell_roots():
-                self._ask_roots(lambda: with_place(self.roots))
+                self._ask_roots(call, lambda: self._guarded(call, lambda: with_place(self.roots)))
             else:
                 if needs_cwd and place is None and self.roots is not None and self.roots.cwd:
                     call.identity.place = self.roots
@@ -5316,12 +5335,19 @@ class Host:
             with_place(None)
 
     def _guarded(self, call, step):
-        """Go on with a request later in the loop; its errors are its answer."""
-        if not call.done and not self.closed:
-            try:
-                step()
-            except RpcError as error:
-                call.fail(error)
+        """Take a step of a request; its errors are its answer.
+
+        Also mistakes of ours: every request has an answer, and its link goes on.
+        """
+        if call.done or self.closed:
+            return
+        try:
+            step()
+        except RpcError as error:
+            call.fail(error)
+        except Exception:
+            self.core.log.error("internal error, please report it: %s", traceback.format_exc())
+            call.fail(RpcError(INTERNAL_ERROR, "internal error of mcpx; its log has more"))
 
     # -- what it asks for -------------------------------------------------------------
 
@@ -5583,11 +5609,7 @@ class LegacyHost(Host):
                 % len(self.calls))))
             return
         self.calls[host_id] = call
-        try:
-            handler = self._handler(method)
-            handler(self, call)
-        except RpcError as error:
-            call.fail(error)
+        self._guarded(call, lambda: self._handler(method)(self, call))
 
     def _on_modern(self, seq, message, line, losses):
         """A request of 2026-07-28 on the same pipe: it stands alone (PROTOCOL 5.4)."""
@@ -5737,8 +5759,8 @@ class LegacyHost(Host):
                     self.core.log.warning("a subscription was not resumed: %s", error.message)
             self.keep_state()
 
-    def _ask_roots(self, on_done):
-        """Ask the host for its roots; the first file:// one says where it works."""
+    def _ask_roots(self, call, on_done):
+        """Ask the host for its roots, on behalf of `call`; the first file:// one says where it works."""
         self._roots_waiters.append(on_done)
         if len(self._roots_waiters) > 1:
             return
@@ -5748,7 +5770,7 @@ class LegacyHost(Host):
             waiters, self._roots_waiters = self._roots_waiters, []
             for waiter in waiters:
                 waiter()
-        self.core.ask_roots(self, answered)
+        self.core.ask_roots(self, call, answered)
 
     def on_list_changed(self, method):
         """A list that it was shown has changed. Told at once, then at most every 0.3 s.
@@ -6436,13 +6458,12 @@ class ModernRequest(Host):
         self.calls[call.host_id] = call
         try:
             check_envelope(message, headers)
-            meta = call.params["_meta"]
-            self.capabilities, self.level = meta[META_CAPABILITIES], meta.get(META_LOG_LEVEL)
-            MODERN_HANDLERS[call.method](self, call)
         except EnvelopeError as error:
             self._refuse(call, error)
-        except RpcError as error:
-            call.fail(error)
+            return
+        meta = call.params["_meta"]
+        self.capabilities, self.level = meta[META_CAPABILITIES], meta.get(META_LOG_LEVEL)
+        self._guarded(call, lambda: MODERN_HANDLERS[call.method](self, call))
 
     # -- answers -------------------------------------------------------------------
 
@@ -8114,7 +8135,8 @@ class HttpFront:
     def close(self):
         """The daemon ends: so do all streams."""
         for request in list(self.core.requests):
-            if request.acknowledged is not None:
+            # Those over stdio are kept by their shims and go on with the next daemon.
+            if request.acknowledged is not None and isinstance(request.link, HttpExchange):
                 request.end_listen()
         for session in list(self.sessions.values()):
             self.end_session(session, "mcpx ends")
@@ -9002,7 +9024,7 @@ class Daemon:
         not_work = (self.env.get("HOME"), tempfile.gettempdir())
         self.loop.in_thread(lambda: find_place(path, not_work), done, 5.0)
 
-    def ask_roots(self, host, on_place):
+    def ask_roots(self, host, call, on_place):
         """Ask a host where it works; `on_place(Place)`, unknown after 5 s."""
         question_id = self.new_id()
 
@@ -9011,7 +9033,7 @@ class Daemon:
             on_place(Place(reason=reason))
         timer = self.loop.call_later(5.0, lambda: unknown("the host did not tell its roots"))
         self._roots_asked[question_id] = (host, on_place, timer)
-        host.link.message(encode_json({"jsonrpc": "2.0", "id": question_id, "method": "roots/list"}), None)
+        host.link.message(encode_json({"jsonrpc": "2.0", "id": question_id, "method": "roots/list"}), call)
 
     def roots_answered(self, host, message):
         """Take an answer of a host if it is to our own roots/list; returns whether it was."""
@@ -9229,7 +9251,7 @@ class Daemon:
     def _on_log(self, instance, params):
         """To the one host with a call there, else to the only host there is; never to all."""
         hosts = asking_hosts(instance) or set(instance.slot.hosts)
-        if len(hosts) == 1:
+        if len(hosts) == 1 and not next(iter(hosts)).closed:
             host = next(iter(hosts))
             host.on_log(params, newest_call(instance, host))
         else:
