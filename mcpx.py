@@ -5255,6 +5255,10 @@ class InputLoop:
             self.call.fail(error)
 
 
+# A line that so many daemons have died with is not taken up by another.
+MAX_LOSSES = 3
+
+
 class Batch:
     """A 2025-03-26 batch: its answers go out together once all are there."""
 
@@ -5595,6 +5599,11 @@ class LegacyHost(Host):
             return
         if host_id in self._cancelled_ids:
             self._settled(seq)
+            return
+        if losses >= MAX_LOSSES:
+            # Perhaps it is what the daemons die of.
+            self._send(seq, error_message(host_id, StreamLost(
+                "%d daemons ended while this request was in flight; it is not tried again" % losses)))
             return
         if is_modern(message):
             self._on_modern(seq, message, line, losses)
