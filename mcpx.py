@@ -2488,7 +2488,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "schema", "task", "asks", "rounds")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "schema", "task", "asks", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2503,6 +2503,7 @@ class Call:
         self.last_progress = self.schema = self.task = None
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
+        self.has_asked = False           # a question was told to be its
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
@@ -4366,6 +4367,7 @@ class Schema:
         self.watchers = set()
         self.waiters = []
         self.filling = False
+        self.suspects = {}               # those of `asking` not seen for sure -> clean calls that clear them
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self._encoded = {}               # (kind, revision, offset) -> result bytes
         self._tools = None               # name -> tool
@@ -4443,6 +4445,8 @@ class SchemaStore:
     SECOND_LOOKS_S = (1.0, 2.0, 4.0)
     # A tool that has not asked for this long may have changed.
     ASKING_KEPT_S = 30 * 86400.0
+    # So many calls without a question clear a tool that was only suspected.
+    CLEAN_CALLS = 3
 
     def __init__(self, loop, log, directory, secret):
         self.loop, self.log, self.directory, self.secret = loop, log, directory, secret
@@ -4619,12 +4623,32 @@ class SchemaStore:
             self.loop.call_later(self.SECOND_LOOKS_S[looks], again)
         instance.pool.wake(instance.slot)
 
-    def note_asking(self, instance, name):
-        """A tool or prompt has asked: from now on calls of it by different hosts do not overlap."""
+    def note_asking(self, instance, name, suspected=False):
+        """A tool or prompt has asked: from now on calls of it by different hosts do not overlap.
+
+        One that is only `suspected` (it was in flight when a question could not be attributed)
+        is forgotten again once some calls of it have ended without asking.
+        """
         schema = self.of_instance(instance)
-        if isinstance(name, str) and not schema.asks(name):
+        if not isinstance(name, str):
+            return
+        if not suspected:
+            schema.suspects.pop(name, None)
+        elif not schema.asks(name):
+            schema.suspects[name] = self.CLEAN_CALLS
+        if not schema.asks(name):
             schema.asking[name] = time.time() + self.ASKING_KEPT_S
             self.save(schema)
+
+    def note_clean(self, schema, name):
+        """A call of a tool has ended without asking."""
+        left = schema.suspects.get(name)
+        if left is not None:
+            schema.suspects[name] = left - 1
+            if left <= 1:
+                del schema.suspects[name]
+                schema.asking.pop(name, None)
+                self.save(schema)
 
     def settle(self, schema, error):
         """Tell those who wait for a schema that it is known, or why it cannot be."""
@@ -4919,11 +4943,7 @@ class Questions:
             self._to_host(question, owner)
             return
         hosts = asking_hosts(question.instance)
-        names = {call.params.get("name") or call.params.get("uri")
-                 for call in question.instance.upstream.in_flight.values()
-                 if call.host is not None and not call.cancelled}
-        if len(names) == 1:
-            self.note_asking(question.instance, next(iter(names)))
+        self._learn(question.instance, names_in_flight(question.instance))
         if len(hosts) == 1:
             self._to_host(question, next(iter(hosts)))
         elif len(hosts) > 1:
@@ -4936,6 +4956,11 @@ class Questions:
                 # MCP SEP-2260: a question belongs to a request that is being processed.
                 self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
 
+    def _learn(self, instance, names):
+        """A call of one of these has asked: when it is plain which, remember it."""
+        if len(names) == 1:
+            self.note_asking(instance, next(iter(names)))
+
     def _quiesce(self, question):
         """Hold new calls back and let those finish that can: a call that asked cannot."""
         slot = question.instance.slot
@@ -4945,6 +4970,9 @@ class Questions:
         def give_up():
             if question in self._unattributed:
                 self._unattributed.remove(question)
+                for name in names_in_flight(question.instance):
+                    # What could not finish has perhaps asked; who proves otherwise is forgotten.
+                    self.note_asking(question.instance, name, suspected=True)
                 self._release(slot)
                 self._leave_open(question, "calls of several hosts are in flight on a shared instance")
         self.loop.call_later(QUIESCE_S, give_up)
@@ -4956,6 +4984,7 @@ class Questions:
             if len(hosts) <= 1 and question in self._unattributed:
                 self._unattributed.remove(question)
                 self._release(instance.slot)
+                self._learn(instance, names_in_flight(instance))
                 if hosts:
                     self._to_host(question, next(iter(hosts)))
                 else:
@@ -4978,6 +5007,8 @@ class Questions:
             self._refuse(question, refusal)
             return
         question.call = newest_call(question.instance, host)
+        if question.call is not None:
+            question.call.has_asked = True
         if not host.can_answer(question):
             self._leave_open(question, "the host whose call it is cannot be asked")
             return
@@ -5074,7 +5105,14 @@ class Questions:
 def newest_call(instance, host):
     """Return the request of a host that was sent last to an instance and is in flight, or None."""
     calls = [call for call in instance.upstream.in_flight.values() if call.host is host and not call.cancelled]
-    return calls[-1] if calls else None
+    askers = [call for call in calls if call.asks]
+    return (askers or calls or [None])[-1]
+
+
+def names_in_flight(instance, host=None):
+    """Return the tools (prompts, URIs) whose calls are in flight on an instance, of one host or all."""
+    return {call.params.get("name") or call.params.get("uri") for call in instance.upstream.in_flight.values()
+            if call.host is not None and not call.cancelled and host in (None, call.host)}
 
 
 def asking_hosts(instance):
@@ -5469,6 +5507,11 @@ class Host:
         else:
             self.link.settled(batch.seq)
 
+    def _note_end(self, call):
+        """Its tool may have been suspected of asking, and has not."""
+        if call.asks and not call.has_asked and call.schema is not None and call.schema.suspects:
+            self.core.schemas.note_clean(call.schema, call.params.get("name") or call.params.get("uri"))
+
     def _mark_restarted(self, call, result):
         """State is not lost in silence: say once that another instance answers now, and why."""
         reason = self.core.pool.lost_state_of(call.slot.server.name, call.slot.key.text, call.identity.session)
@@ -5655,6 +5698,7 @@ class LegacyHost(Host):
         """Every request ends here: spell the answer for this host and send it."""
         if self.calls.get(call.host_id) is call and not asks_for_input(message) and not call.opts_in:
             del self.calls[call.host_id]
+        self._note_end(call)
         if self.closed:
             return
         if "result" not in message:
@@ -6491,6 +6535,7 @@ class ModernRequest(Host):
     def _finished(self, call, message, line):
         if self.calls.get(call.host_id) is call:
             del self.calls[call.host_id]
+        self._note_end(call)
         if self.closed:
             return
         if "result" in message and isinstance(message["result"], dict):

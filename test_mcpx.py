@@ -4071,6 +4071,77 @@ def test_a_listen_stream_is_acknowledged_then_told_what_it_asked_for_under_its_o
     connection.close()
 
 
+@pytest.mark.parametrize("era", ["legacy", "modern"])
+def test_a_modern_host_over_stdio_reaches_servers_of_either_era(web_lab, era):
+    """Each request stands alone on the pipe: discover, lists, state, questions by retry, progress, cancel, listen."""
+    server = {"legacy": "old", "modern": "new"}[era]
+    host = web_lab.start(server)
+
+    def ask(method, params=None, **meta):
+        return host.ask(method, dict(params or {}, _meta=dict(MODERN_META, **meta)))
+    discovered = ask("server/discover")
+    assert discovered["supportedVersions"][0] == "2026-07-28" and discovered["resultType"] == "complete"
+    assert discovered["_meta"]["io.modelcontextprotocol/serverInfo"]["name"] == "demo"
+    listed = ask("tools/list")
+    assert {"ttlMs", "cacheScope", "resultType"} <= set(listed) and len(listed["tools"]) >= 16
+    mine = {"dev.mcpx/session": "mine"}
+    ask("tools/call", {"name": "set", "arguments": {"value": "v-" + era}}, **mine)
+    assert text_of(ask("tools/call", {"name": "get", "arguments": {}}, **mine)) == "v-" + era
+    params = {"name": "ask", "arguments": {"message": "?"}}
+    asked = ask("tools/call", params)
+    key, = asked["inputRequests"]
+    answered = ask("tools/call", dict(params, inputResponses={key: {"action": "decline"}}, requestState=asked["requestState"]))
+    assert json.loads(text_of(answered)) == {"action": "decline"}
+    ask("tools/call", {"name": "sleep", "arguments": {"seconds": 0.1, "every": 0.04}}, progressToken="p")
+    assert {m["params"]["progressToken"] for m in host.all("notifications/progress")} == {"p"}
+    missing = host.answer(host.request("resources/read", {"uri": "demo://none", "_meta": MODERN_META}))
+    assert missing["error"]["code"] == -32602 and missing["error"]["data"]["uri"] == "demo://none"
+    slow = host.request("tools/call", {"name": "sleep", "arguments": {"seconds": 600}, "_meta": MODERN_META})
+    listen = host.request("subscriptions/listen", {"notifications": {"resourceSubscriptions": ["demo://state"]}, "_meta": MODERN_META})
+    host.notification("notifications/subscriptions/acknowledged")
+    ask("tools/call", {"name": "touch", "arguments": {"uri": "demo://state"}})
+    changed = host.notification("notifications/resources/updated")
+    assert changed["params"]["_meta"]["io.modelcontextprotocol/subscriptionId"] == listen
+    for host_id in (slow, listen):
+        host.notify("notifications/cancelled", requestId=host_id)
+    web_lab.wait_for("nothing under way", lambda: not web_lab.status()["tables"]["requests"])
+    assert host.answers(slow) == [] and host.answers(listen) == []
+    refused = host.answer(host.request("tools/list", {}))
+    assert refused["error"]["code"] == -32602 and "initialize" in refused["error"]["message"]
+    assert host.close() == 0
+
+
+@pytest.mark.parametrize("tool, reply", [
+    ("ask", {"action": "accept", "content": {"answer": "42"}}), ("roots", {"roots": [{"uri": "file:///r"}]}),
+    ("sample", {"role": "assistant", "model": "m", "content": {"type": "text", "text": "s"}})])
+def test_a_legacy_host_is_asked_in_its_own_way_by_a_modern_server(web_lab, tool, reply):
+    method = {"ask": "elicitation/create", "roots": "roots/list", "sample": "sampling/createMessage"}[tool]
+    host = web_lab.host("new", capabilities={"elicitation": {}, "roots": {}, "sampling": {}}, replies={method: lambda params: reply})
+    arguments = {"ask": {"message": "?"}, "sample": {"text": "t"}, "roots": {}}[tool]
+    assert json.loads(host.call(tool, **arguments)) == reply
+    bare = web_lab.host("new")
+    with pytest.raises(Refused):
+        bare.call(tool, **arguments) if tool != "ask" else bare.call("sample", text="t")
+
+
+def test_a_question_of_a_cancelled_call_is_never_put_to_another_host(web_lab):
+    """Ada's call asks after she has cancelled it, while Bob has a call on the same child."""
+    replies = {"elicitation/create": lambda params: {"action": "accept", "content": {"answer": "not mine"}}}
+    ada = web_lab.host("old", capabilities={"elicitation": {}}, replies=replies)
+    bob = web_lab.host("old", capabilities={"elicitation": {}}, replies=replies)
+    instance = web_lab.instances("old")[0] if web_lab.instances("old") else None
+    assert instance is None or instance["scope"] == "global"
+    first = ada.begin("sleep", seconds=600)
+    ada.notify("notifications/cancelled", requestId=first)
+    ada.settle()
+    begun = bob.begin("sleep", seconds=0.5)
+    asked = ada.begin("ask", message="from ada")
+    ada.notify("notifications/cancelled", requestId=asked)
+    bob.result(begun)
+    bob.settle()
+    assert bob.all("elicitation/create") == []
+
+
 @pytest.mark.parametrize("change, status, code", [
     (dict(headers={"MCP-Protocol-Version": "2025-11-25"}), 400, None), (dict(headers={"Mcp-Method": "tools/list"}), 400, -32020),
     (dict(headers={"Mcp-Name": "set"}), 400, -32020), (dict(headers={"Mcp-Name": "=?base64?Z2V0?="}), 200, None),
