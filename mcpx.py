@@ -2531,6 +2531,7 @@ class Upstream:
     owner.on_notification(message)  it tells us something (progress is handled here)
     owner.on_settled(call)          a request of ours is no longer in flight
     owner.on_noise(text)            a line that is no MCP message
+    owner.on_ghost_gone()           a cancelled call is surely over
     owner.call_later(delay, callback)
     """
 
@@ -2766,8 +2767,12 @@ class Upstream:
         if self.in_flight.pop(call.wire_id, None) is not None:
             if grace:
                 self.ghosts[call.wire_id] = call
-                self.owner.call_later(grace, lambda: self.ghosts.pop(call.wire_id, None))
+                self.owner.call_later(grace, lambda: self._lay_to_rest(call))
             self.owner.on_settled(call)
+
+    def _lay_to_rest(self, call):
+        if self.ghosts.pop(call.wire_id, None) is not None:
+            self.owner.on_ghost_gone()
 
     def take_all(self):
         """Return and forget everything in flight: the stream has ended."""
@@ -2836,8 +2841,8 @@ class Upstream:
         if call is None:
             # Normal after a cancel: the answer and the cancel crossed on the wire.
             self.counters["lateAnswers"] += 1
-            if is_valid_id(wire_id):
-                self.ghosts.pop(wire_id, None)
+            if is_valid_id(wire_id) and wire_id in self.ghosts:
+                self._lay_to_rest(self.ghosts[wire_id])
             return
         # First the answer, then the lease: what the answer leaves open (a task, a question to be
         # answered by a retry) must hold the instance before it can come to rest.
@@ -3252,6 +3257,9 @@ class Orphans:
 # Knows hosts only as opaque owners, and never words a result.
 # ---------------------------------------------------------------------------
 
+# A server has mostly ended its work this soon after a cancel; tools that are known to ask
+# count for all of cancelGrace.
+GHOST_S = 2.0
 # After its stdout ended, a process mostly exits; its status makes the better message.
 EXIT_WAIT_S = 0.3
 # A server that ran this long is not failing to start, however it ended.
@@ -3374,6 +3382,11 @@ class Instance:
             self.pool.give_back(self, call)
         else:
             self.pool.wake(self.slot)
+
+    def on_ghost_gone(self):
+        """A cancelled call is surely over: it may now be plain whose a question is."""
+        if self.slot is not None:
+            self.pool.listener.on_lease_back(self)
 
     def on_noise(self, text):
         """A line on stdout that is not MCP: logged and skipped."""
@@ -3547,7 +3560,7 @@ class Pool:
                 # The next call must not start while the server may still be at this one.
                 self.loop.call_later(grace, lambda: instance.upstream.drop(call))
             else:
-                instance.upstream.drop(call, grace)
+                instance.upstream.drop(call, grace if call.asks else min(grace, GHOST_S))
         elif slot is not None and (slot.queue.remove(call) or slot.askers.remove(call)):
             self._rested(slot)
 
@@ -4839,13 +4852,14 @@ class Question:
     """A request from an upstream on its way to a host, or waiting for somebody to answer it."""
 
     __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "call", "asked_wall",
-                 "deadline_at", "timer", "settled", "why_open", "on_answer")
+                 "deadline_at", "timer", "settled", "why_open", "on_answer", "candidates")
 
     def __init__(self, question_id, instance, upstream_id, method, params):
         self.id, self.instance, self.upstream_id = question_id, instance, upstream_id
         self.method, self.params = method, params
         self.host = self.call = self.timer = self.deadline_at = self.why_open = None
         self.on_answer = None            # takes the answer instead of the upstream
+        self.candidates = []             # calls that can have asked, while it is not known which did
         self.asked_wall = time.time()
         self.settled = False
 
@@ -4942,10 +4956,10 @@ class Questions:
         if owner is not None:
             self._to_host(question, owner)
             return
-        hosts = asking_hosts(question.instance)
-        self._learn(question.instance, names_in_flight(question.instance))
+        question.candidates = candidates = possible_calls(question.instance)
+        hosts = {call.host for call in candidates}
         if len(hosts) == 1:
-            self._to_host(question, next(iter(hosts)))
+            self._found(question, candidates)
         elif len(hosts) > 1:
             self._quiesce(question)
         else:
@@ -4956,10 +4970,13 @@ class Questions:
                 # MCP SEP-2260: a question belongs to a request that is being processed.
                 self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
 
-    def _learn(self, instance, names):
-        """A call of one of these has asked: when it is plain which, remember it."""
+    def _found(self, question, calls):
+        """It is known whose question it is: one of these calls has asked."""
+        question.candidates = []
+        names = {name_of(call) for call in calls}
         if len(names) == 1:
-            self.note_asking(instance, next(iter(names)))
+            self.note_asking(question.instance, next(iter(names)))
+        self._to_host(question, calls[0].host, calls)
 
     def _quiesce(self, question):
         """Hold new calls back and let those finish that can: a call that asked cannot."""
@@ -4970,45 +4987,56 @@ class Questions:
         def give_up():
             if question in self._unattributed:
                 self._unattributed.remove(question)
-                for name in names_in_flight(question.instance):
+                for call in self._left(question):
                     # What could not finish has perhaps asked; who proves otherwise is forgotten.
-                    self.note_asking(question.instance, name, suspected=True)
+                    self.note_asking(question.instance, name_of(call), suspected=True)
                 self._release(slot)
                 self._leave_open(question, "calls of several hosts are in flight on a shared instance")
         self.loop.call_later(QUIESCE_S, give_up)
 
+    def _left(self, question):
+        """Return the calls that can still have asked: one that asked cannot have been answered."""
+        possible = possible_calls(question.instance)
+        return [call for call in question.candidates if call in possible]
+
     def on_lease_back(self, instance):
-        """A call on an instance is over: perhaps it can now be told whose question it is."""
-        for question in [q for q in self._unattributed if q.instance is instance]:
-            hosts = asking_hosts(instance)
-            if len(hosts) <= 1 and question in self._unattributed:
+        """A call on an instance is over: perhaps it can now be told whose its questions are.
+
+        Also for those that are open already; who came after a question cannot have asked it.
+        """
+        for question in [q for q in self.by_id.values() if q.instance is instance and q.candidates]:
+            left = self._left(question)
+            if len({call.host for call in left}) > 1:
+                continue
+            if question in self._unattributed:
                 self._unattributed.remove(question)
                 self._release(instance.slot)
-                self._learn(instance, names_in_flight(instance))
-                if hosts:
-                    self._to_host(question, next(iter(hosts)))
-                else:
-                    self._refuse(question, RpcError(INVALID_PARAMS, "the request that this belonged to is over"))
+            if question.timer is not None:
+                question.timer.cancel()
+                question.why_open = None
+            if left:
+                self._found(question, left)
+            else:
+                self._refuse(question, RpcError(INVALID_PARAMS, "the request that this belonged to is over"))
 
     def _release(self, slot):
         if not any(q.instance.slot is slot for q in self._unattributed):
             slot.held = False
             self.loop.soon(lambda: slot.pool.wake(slot))
 
-    def _to_host(self, question, host):
-        upstream = question.instance.upstream
-        waits = any(call.host is host and not call.cancelled for call in upstream.in_flight.values())
-        left = any(call.host is host for call in upstream.ghosts.values())
-        if host.closed or (left and not waits):
+    def _to_host(self, question, host, calls=()):
+        active = [call for call in calls if not call.cancelled]
+        if host.closed or (calls and not active):
             self.give_up(question, "the request that this belongs to was cancelled")
             return
+        # Where it is one of several calls of this host, rather one of a tool that asks.
+        question.call = ([call for call in active if call.asks] or active or [None])[-1]
+        if question.call is not None:
+            question.call.has_asked = True
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
             return
-        question.call = newest_call(question.instance, host)
-        if question.call is not None:
-            question.call.has_asked = True
         if not host.can_answer(question):
             self._leave_open(question, "the host whose call it is cannot be asked")
             return
@@ -5102,24 +5130,26 @@ class Questions:
                 question.host.withdraw_question(question, "the server has ended")
 
 
+def name_of(call):
+    """Return what a call is of: a tool, a prompt, or the URI of a resource."""
+    return call.params.get("name") or call.params.get("uri")
+
+
 def newest_call(instance, host):
     """Return the request of a host that was sent last to an instance and is in flight, or None."""
     calls = [call for call in instance.upstream.in_flight.values() if call.host is host and not call.cancelled]
-    askers = [call for call in calls if call.asks]
-    return (askers or calls or [None])[-1]
+    return calls[-1] if calls else None
 
 
-def names_in_flight(instance, host=None):
-    """Return the tools (prompts, URIs) whose calls are in flight on an instance, of one host or all."""
-    return {call.params.get("name") or call.params.get("uri") for call in instance.upstream.in_flight.values()
-            if call.host is not None and not call.cancelled and host in (None, call.host)}
+def possible_calls(instance):
+    """Return the hosts' calls that a server may be at: in flight, or cancelled a moment ago."""
+    upstream = instance.upstream
+    return [call for calls in (upstream.ghosts, upstream.in_flight) for call in calls.values() if call.host is not None]
 
 
 def asking_hosts(instance):
-    """Return the hosts whose requests a server may be at: in flight, or cancelled a moment ago."""
-    upstream = instance.upstream
-    return {call.host for calls in (upstream.in_flight, upstream.ghosts) for call in calls.values()
-            if call.host is not None}
+    """Return the hosts of the calls that a server may be at."""
+    return {call.host for call in possible_calls(instance)}
 
 
 # ---------------------------------------------------------------------------
@@ -5510,7 +5540,7 @@ class Host:
     def _note_end(self, call):
         """Its tool may have been suspected of asking, and has not."""
         if call.asks and not call.has_asked and call.schema is not None and call.schema.suspects:
-            self.core.schemas.note_clean(call.schema, call.params.get("name") or call.params.get("uri"))
+            self.core.schemas.note_clean(call.schema, name_of(call))
 
     def _mark_restarted(self, call, result):
         """State is not lost in silence: say once that another instance answers now, and why."""
