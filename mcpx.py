@@ -448,7 +448,8 @@ def with_id(line, message, new_id):
     valid JSON closes the whole), and no key is spelled with an escape that could be it too.
     """
     global _ID_PLACES
-    if line.count(b'"id"') == 1 and b"\\u006" not in line:
+    # A line break inside (white space to JSON) would be two lines to whoever reads them.
+    if line.count(b'"id"') == 1 and b"\\u006" not in line and b"\n" not in line and b"\r" not in line:
         if _ID_PLACES is None:
             value = rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*'
             version = rb'"jsonrpc"\s*:\s*"2\.0"\s*'
@@ -2242,6 +2243,10 @@ class Loop:
                 owner.close("internal error")
 
 
+# A peer that does not take the rest of an answer for this long does not want it.
+CLOSE_WAIT_S = 30.0
+
+
 class Stream:
     """A non-blocking byte stream in the loop, read in lines and written in whole messages.
 
@@ -2265,6 +2270,7 @@ class Stream:
         self._read_size = READ_BYTES
         self._dirty = self._wants_write = self._closed = self._read_ended = False
         self._end_when_flushed = self._paused = False
+        self._close_reason = None        # why it closes once all is written
         self._reason = None
         for fd in {read_fd, write_fd} - {None}:
             os.set_blocking(fd, False)
@@ -2309,8 +2315,11 @@ class Stream:
             self._write_failed(error)
             return
         self._wait_writable(bool(self._queue))
-        if self._end_when_flushed and not self._queue:
-            self.end_output()
+        if not self._queue:
+            if self._end_when_flushed:
+                self.end_output()
+            elif self._close_reason is not None:
+                self.close(self._close_reason)
 
     def end_output_when_flushed(self):
         """Close the writing side once what is queued has been written."""
@@ -2353,6 +2362,15 @@ class Stream:
         if not self._closed:
             self._closed, self._reason = True, reason
             self.loop.mark_closing(self)
+
+    def close_when_flushed(self, reason="closed"):
+        """Close once everything queued has been written, or after a while; read no more."""
+        if not self._queue:
+            self.close(reason)
+            return
+        self._close_reason = reason
+        self.pause(True)
+        self.loop.call_later(CLOSE_WAIT_S, lambda: self.close(reason))
 
     def finish_close(self):
         """Called by the loop: write what is left without waiting, then let go of everything."""
@@ -2488,7 +2506,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "schema", "task", "asks", "rounds")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "waits_turn", "schema", "task", "asks", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2503,6 +2521,7 @@ class Call:
         self.last_progress = self.schema = self.task = None
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
+        self.waits_turn = False          # its wait for other hosts' questions is bounded by a timer
         self.has_asked = False           # a question was told to be its
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
@@ -2522,6 +2541,8 @@ class Call:
 # A legacy server that ignores unknown methods never answers a probe; package runners take
 # long to start. After this, `initialize` is sent as well, and the first answer decides.
 PROBE_WAIT_S = 5.0
+# Requests of mcpx's own (lists, pings) are given up after this.
+OWN_WAIT_S = 60.0
 
 
 class Upstream:
@@ -2529,8 +2550,9 @@ class Upstream:
 
     owner.on_question(message)      it asks us something (its pings are answered here)
     owner.on_notification(message)  it tells us something (progress is handled here)
-    owner.on_settled(call)          a request of ours is no longer in flight
+    owner.on_settled(call, lease)   a request of ours is no longer in flight
     owner.on_noise(text)            a line that is no MCP message
+    owner.on_mistake(text)          something of ours went wrong with one line
     owner.on_ghost_gone()           a cancelled call is surely over
     owner.call_later(delay, callback)
     """
@@ -2550,12 +2572,14 @@ class Upstream:
         self.info, self.capabilities, self.instructions = {}, {}, None
         self._last_id = 0
 
-    def handshake(self, capabilities, on_ready):
+    def handshake(self, capabilities, on_ready, is_settled=lambda: False):
         """Send `initialize`; `on_ready(error)` is called with None or the reason it failed.
 
         MCP 2025-11-25, basic/lifecycle: nothing else is sent before the answer.
         """
         def answered(_call, message, _line):
+            if is_settled():
+                return                   # a late answer to a probe has shown the other era meanwhile
             error = self._take_initialize(message)
             if error is None:
                 self.notify("notifications/initialized")
@@ -2575,13 +2599,15 @@ class Upstream:
         settled = []
 
         def legacy(reason):
-            self.era, self.revision, self.only_era = "legacy", LATEST_LEGACY, "legacy"
-            self.handshake(capabilities, finish)
+            self.era, self.revision = "legacy", LATEST_LEGACY
+            self.handshake(capabilities, finish, lambda: bool(settled))
 
         def finish(error):
             if not settled:
                 settled.append(True)
                 self.probing = False
+                if self.era == "legacy" and error is None:
+                    self.only_era = "legacy"
                 on_ready(error)
 
         def answered(_call, message, _line):
@@ -2721,6 +2747,9 @@ class Upstream:
         call.sent_at = call.active_at = time.monotonic()
         call.sent_offset = self.stream.queued_total
         self.in_flight[wire_id] = call
+        if call.host is None and call.method not in ("initialize", "server/discover"):
+            # Nobody waits for our own requests; a server that never answers must not be held up by one.
+            self.owner.call_later(OWN_WAIT_S, lambda: self._give_up_own(call))
         if self.era == "modern":
             self._send_modern(call)
             return
@@ -2770,6 +2799,11 @@ class Upstream:
                 self.owner.call_later(grace, lambda: self._lay_to_rest(call))
             self.owner.on_settled(call)
 
+    def _give_up_own(self, call):
+        if self.in_flight.get(call.wire_id) is call:
+            self._settle_here(call, {"error": LimitReached(
+                "no answer to %s in %gs" % (call.method, OWN_WAIT_S)).as_object()})
+
     def _lay_to_rest(self, call):
         if self.ghosts.pop(call.wire_id, None) is not None:
             self.owner.on_ghost_gone()
@@ -2792,7 +2826,11 @@ class Upstream:
                 continue
             line = line.strip(b"\r\n\t ")
             if line and line != b"\xef\xbb\xbf":
-                self._on_line(line)
+                try:
+                    self._on_line(line)
+                except Exception:
+                    # A mistake of ours in one line must not cost everybody the server.
+                    self.owner.on_mistake(traceback.format_exc())
 
     def on_rest(self, data):
         """Take what came last, without a line end: a whole message, or half of one."""
@@ -2846,9 +2884,10 @@ class Upstream:
             return
         # First the answer, then the lease: what the answer leaves open (a task, a question to be
         # answered by a retry) must hold the instance before it can come to rest.
+        lease, call.instance = call.instance, None
         if not call.cancelled:
             call.finish(message, line)
-        self.owner.on_settled(call)
+        self.owner.on_settled(call, lease)
 
     def _on_progress(self, message):
         params = message.get("params") or {}
@@ -3106,7 +3145,10 @@ class Child:
 
     def _let_go(self):
         if self.tmpdir:
-            shutil.rmtree(self.tmpdir, ignore_errors=True)
+            # A browser's profile has thousands of files: not in the loop.
+            directory, self.tmpdir = self.tmpdir, None
+            self.loop.in_thread(lambda: shutil.rmtree(directory, ignore_errors=True), lambda *_: self._let_go(), 60.0)
+            return
         try:
             os.unlink(self.record_path)
         except OSError:
@@ -3342,6 +3384,7 @@ class Instance:
         self.answered = 0
         self.leases = 0                  # calls in flight, mcpx's own not counted
         self.users = set()               # sessions that it holds state for
+        self.callers = set()             # hosts that ever called it, as far as two
         self.noise = 0
         self.first_noise = None
         self.stop_reason = None
@@ -3376,12 +3419,16 @@ class Instance:
         """The server tells something."""
         self.pool.listener.on_notification(self, message)
 
-    def on_settled(self, call):
-        """A request is no longer in flight: give its lease back."""
-        if call.instance is self:
+    def on_settled(self, call, lease=None):
+        """A request is no longer in flight: give its lease back (`lease`, where the call is on its way again)."""
+        if (lease or call.instance) is self:
             self.pool.give_back(self, call)
         else:
             self.pool.wake(self.slot)
+
+    def on_mistake(self, text):
+        """Something of ours went wrong with one line of the server."""
+        self.pool.log.error("internal error, please report it: %s", text)
 
     def on_ghost_gone(self):
         """A cancelled call is surely over: it may now be plain whose a question is."""
@@ -3420,6 +3467,8 @@ class Slot:
         self.level = None                # most verbose log level that somebody wants
         self.tasks = set()               # upstream ids of tasks that have not ended
         self.named = False               # its session was named by a caller
+        self.next_era = None             # the era of the next start, after the other one did not do
+        self.eras_tried = set()          # since the last start that worked
         self.held = False                # no new calls while it is found out who was asked
         self.ended = None                # why no new call comes, once nothing may
         self.last_error = None
@@ -3500,8 +3549,11 @@ class Pool:
         if slot.instance is None:
             # The next start is for this caller: its environment and what it can be asked.
             slot.definition, slot.capabilities = definition, capabilities
+            slot.server, slot.scope = definition.server, self.config.get("scope", definition.server)
+            slot.generation = self.generations[definition.server.name]
         slot.named = slot.named or identity.named
-        slot.ended = None
+        if slot.generation == self.generations[definition.server.name]:
+            slot.ended = None            # else its instance ends as soon as it is idle, with the old entry
         slot.used_at = time.monotonic()
         return slot
 
@@ -3533,7 +3585,7 @@ class Pool:
                                    % (slot.waiting(), slot.server.name)))
             return
         call.slot = slot
-        if call.host is not None:
+        if call.host is not None and not call.host.closed:
             slot.hosts.add(call.host)
             call.host.slots.add(slot)
         slot.queue.push(call)
@@ -3566,7 +3618,8 @@ class Pool:
 
     def give_back(self, instance, call):
         """A lease comes back: the call was answered, or its cancelled work is over."""
-        call.instance = None
+        if call.instance is instance:
+            call.instance = None
         instance.leases -= 1
         instance.answered += 1
         instance.used_at = instance.slot.used_at = time.monotonic()
@@ -3685,11 +3738,18 @@ class Pool:
             instance.used_at = slot.used_at = time.monotonic()
             if instance.state == "idle":
                 instance.step("lease")
-                self._forget_timer(slot, "idle_timer")
                 self._arm(instance)
+            if len(instance.callers) < 2 and call.host is not None:
+                instance.callers.add(getattr(call.host, "pipe", None) or call.host)
             if call.identity is not None and call.identity.session is not None:
                 instance.users.add(call.identity.session)
-            instance.upstream.send(call)
+            try:
+                instance.upstream.send(call)
+            except RpcError as error:
+                # It cannot be written down (a number that JSON has and Python has not).
+                instance.upstream.in_flight.pop(call.wire_id, None)
+                call.fail(error)
+                self.give_back(instance, call)
 
     def _wait_for_turn(self, slot, instance, call):
         slot.askers.push(call)
@@ -3702,7 +3762,9 @@ class Pool:
                 call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
                                        "raise queueTimeout" % (slot.server.name, others, call.params.get("name"))))
                 self._rested(slot)
-        self.loop.call_later(timeout, give_up)
+        if not call.waits_turn:
+            call.waits_turn = True
+            self.loop.call_later(timeout, give_up)
 
     def _rested(self, slot):
         """If nothing goes on in a slot, end it, or have it end after its idle time."""
@@ -3760,7 +3822,7 @@ class Pool:
         if self.draining:
             self._fail_slot(slot, StartFailed("mcpx is ending: %s" % self.draining))
         elif slot.leaving is not None or self._place_taken(slot) or self.orphans.holds(slot.server.name):
-            return                       # woken again when that has gone
+            self._bound_wait(slot)       # woken again when that has gone
         elif self._backing_off(slot):
             return
         elif not self._has_capacity(slot):
@@ -3769,6 +3831,18 @@ class Pool:
             return
         else:
             self._start(slot)
+
+    def _bound_wait(self, slot):
+        """What must go first may not go; the callers hear of it then."""
+        if slot.capacity_timer is None:
+            timeout = self.config.get("queueTimeout", slot.server)
+
+            def give_up():
+                slot.capacity_timer = None
+                self._fail_slot(slot, LimitReached(
+                    "the instance of server %s that has to end first (%s) has not ended in %gs; see `mcpx status`, end "
+                    "it with `mcpx stop`, or raise queueTimeout" % (slot.server.name, slot.key.text, timeout)))
+            slot.capacity_timer = self.loop.call_later(timeout, give_up)
 
     def _place_taken(self, slot):
         """Does an instance of the same key, started from an older entry, still live?"""
@@ -3891,6 +3965,7 @@ class Pool:
                 self.loop.soon(lambda other=other: self.wake(other))
 
     def _start(self, slot):
+        self._stop_waiting(slot)
         instance = self._take_warm(slot)
         try:
             if instance is None:
@@ -3907,7 +3982,7 @@ class Pool:
         timeout = self.config.get("startTimeout", slot.server)
         slot.start_timer = self.loop.call_later(timeout, lambda: self.start_failed(instance, StartFailed(
             "it did not answer initialize within %gs (startTimeout)" % timeout)))
-        era = self.listener.era_of(slot.definition)
+        era = slot.next_era or self.listener.era_of(slot.definition)
         begin = instance.upstream.discover if era == "modern" else instance.upstream.handshake
         begin(slot.capabilities, lambda error: self._handshaken(instance, error))
 
@@ -3988,8 +4063,11 @@ class Pool:
             self.start_failed(instance, error)
             return
         slot = instance.slot
-        if instance.upstream.only_era is not None:
-            self.listener.note_era(instance.definition, instance.upstream.only_era)
+        only = instance.upstream.only_era or slot.next_era
+        if only is not None:
+            # Noted only now that it has worked.
+            self.listener.note_era(instance.definition, only)
+        slot.next_era, slot.eras_tried = None, set()
         self._forget_timer(slot, "start_timer")
         self._launch_over(slot, True)
         instance.step("ready")
@@ -4045,9 +4123,10 @@ class Pool:
             era = "legacy"
         else:
             return False
-        if self.config.get("protocol", slot.server) in ("legacy", "modern"):
+        if self.config.get("protocol", slot.server) in ("legacy", "modern") or era in slot.eras_tried:
             return False
-        self.listener.note_era(instance.definition, era)
+        slot.eras_tried |= {era, upstream.era}
+        slot.next_era = era
         self._forget_timer(slot, "start_timer")
         slot.instance, slot.leaving = None, instance
         instance.stop_reason = "it speaks the %s era only" % era
@@ -4075,6 +4154,7 @@ class Pool:
 
     def _fail_slot(self, slot, error):
         slot.last_error = error.message
+        slot.next_era, slot.eras_tried = None, set()
         self._stop_waiting(slot)
         waiters, slot.waiters = slot.waiters, []
         for waiter in waiters:
@@ -4165,7 +4245,7 @@ class Pool:
         self.listener.on_event("instance", {"id": instance.id, "server": instance.definition.server.name,
                                             "state": "gone", "reason": instance.stop_reason})
         self.instances.pop(instance.id, None)
-        if instance.users:
+        if instance.users and not instance.slot.key.text.startswith("call:"):
             name = (instance.definition.server.name, instance.slot.key.text)
             _, others = self.lost_state.pop(name, (None, set()))
             self.lost_state[name] = (instance.stop_reason, others | instance.users)
@@ -4491,9 +4571,11 @@ class SchemaStore:
     def get(self, definition, capabilities, era=None):
         """Return the Schema of a definition that is told `capabilities`; it may not be known yet."""
         era = era or self.era_of(definition)
-        key = _digest(self.secret, [definition.shape, era, json.dumps(capabilities, sort_keys=True)])
+        key = _digest(self.secret, [definition.shape, era, capability_kinds(capabilities)])
         schema = self._schemas.get(key)
         if schema is None:
+            for old in [k for k, v in self._schemas.items() if not (v.watchers or v.waiters or v.filling)][:-500]:
+                del self._schemas[old]
             name = "%s-%s.json" % (safe_file_name(definition.server.name), key)
             schema = self._schemas[key] = Schema(key, os.path.join(self.directory, name))
             self._load(schema)
@@ -4675,6 +4757,17 @@ class SchemaStore:
         return schema.known and time.monotonic() - schema.verified_at < self.CALL_SCOPE_CHECK_S
 
 
+def capability_kinds(capabilities):
+    """Return what servers vary their lists by: the capabilities and members that revisions define.
+
+    Anything else a caller may state freely, and each would be another schema to fetch and keep.
+    """
+    members = {"roots": ("listChanged",), "sampling": ("tools", "context"), "elicitation": ("form", "url"),
+               "tasks": ("requests",), "extensions": (TASKS_EXTENSION,)}
+    return [(name, [member for member in known if member in capabilities[name]])
+            for name, known in sorted(members.items()) if isinstance(capabilities.get(name), dict)]
+
+
 _NOT_IN_NAMES = r"[^A-Za-z0-9_-]"
 # Model APIs take tool names of up to 64 of these characters.
 MAX_TOOL_NAME = 64
@@ -4823,9 +4916,13 @@ class Surface:
         return list(dict.fromkeys(first + [name for name, _ in known]))
 
 
+# Longer ones are not matched against templates: patterns cost more than their length.
+MAX_MATCHED_URI = 2000
+
+
 def template_matches(template, uri):
     """Could `uri` be an expansion of a URI template (RFC 6570, matched loosely)?"""
-    if not isinstance(template, str):
+    if not isinstance(template, str) or not isinstance(uri, str) or len(uri) > MAX_MATCHED_URI:
         return False
     pattern = "".join(".*" if re.match(r"\{[+#/.;?&]", part) else "[^/]*" if part.startswith("{") else re.escape(part)
                       for part in re.split(r"(\{[^}]*\})", template) if part)
@@ -4963,9 +5060,9 @@ class Questions:
         elif len(hosts) > 1:
             self._quiesce(question)
         else:
-            bound = question.instance.slot.hosts
-            if len(bound) == 1:
-                self._to_host(question, next(iter(bound)))
+            bound = only_host(question.instance)
+            if bound is not None:
+                self._to_host(question, bound)
             else:
                 # MCP SEP-2260: a question belongs to a request that is being processed.
                 self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
@@ -5128,17 +5225,26 @@ class Questions:
             self._forget(question)
             if question.host is not None:
                 question.host.withdraw_question(question, "the server has ended")
+            if question.on_answer is not None:
+                question.on_answer({"error": StreamLost("the server has ended while its question was open").as_object()})
 
 
 def name_of(call):
-    """Return what a call is of: a tool, a prompt, or the URI of a resource."""
-    return call.params.get("name") or call.params.get("uri")
+    """Return what a call is of: a tool, a prompt, or the URI of a resource; None where it names none."""
+    name = call.params.get("name") or call.params.get("uri")
+    return name if isinstance(name, str) else None
 
 
 def newest_call(instance, host):
     """Return the request of a host that was sent last to an instance and is in flight, or None."""
     calls = [call for call in instance.upstream.in_flight.values() if call.host is host and not call.cancelled]
     return calls[-1] if calls else None
+
+
+def only_host(instance):
+    """Return the one host that has ever used an instance, if it is still there; else None."""
+    hosts = instance.slot.hosts
+    return next(iter(hosts)) if len(hosts) == 1 and len(instance.callers) < 2 else None
 
 
 def possible_calls(instance):
@@ -5209,7 +5315,9 @@ class TaskFollower:
 
     def _seen(self, _call, message, _line):
         state = message.get("result")
-        if not self.is_wanted() or not isinstance(state, dict):
+        if not self.is_wanted():
+            self._look()                 # which cancels it
+        elif not isinstance(state, dict):
             self._finish(message if "error" in message else {"error": RpcError(
                 INTERNAL_ERROR, "the task's state is no object").as_object()})
         elif state.get("status") == "completed":
@@ -5262,6 +5370,14 @@ class InputLoop:
         self.state = result.get("requestState")
         self.responses = {}
         self.left = set(self.requests)
+        # The server's state is good for this very instance, which stays until the retry.
+        self.hold = "input %d" % host.core.new_id()
+        call.slot.tasks.add(self.hold)
+
+    def release(self):
+        """The instance need not stay for this any more."""
+        self.call.slot.tasks.discard(self.hold)
+        self.core.pool.wake(self.call.slot)
 
     def ask(self):
         """Ask everything at once; with nothing to ask, retry after a moment."""
@@ -5289,8 +5405,10 @@ class InputLoop:
     def on_answer(self, key, method, message):
         """One question is answered, or refused."""
         if not self.is_wanted():
+            self.release()
             return
-        if "error" in message and method != "elicitation/create":
+        lost = isinstance(message.get("error"), dict) and message["error"].get("code") == STREAM_LOST
+        if "error" in message and (lost or method != "elicitation/create"):
             # There is no way to tell a modern server that it is refused: the request fails.
             error = message["error"]
             self.fail(RpcError(error.get("code", INTERNAL_ERROR), str(error.get("message", "")), error.get("data")))
@@ -5305,6 +5423,7 @@ class InputLoop:
         """Send the request again with the answers, under a new id."""
         call = self.call
         if not self.is_wanted():
+            self.release()
             return
         params = {name: value for name, value in call.params.items() if name not in ("inputResponses", "requestState")}
         if self.responses:
@@ -5315,9 +5434,11 @@ class InputLoop:
         again.token, again.schema, again.rounds, again.message = call.token, call.schema, call.rounds, call.message
         self.host.calls[call.host_id] = again
         self.core.pool.submit(again, call.slot)
+        self.release()
 
     def fail(self, error):
         """The request ends here."""
+        self.release()
         if self.is_wanted():
             self.call.done = False
             self.call.fail(error)
@@ -5449,15 +5570,24 @@ class Host:
         confined = self.core.config.get("scope", server) in CONFINED_SCOPES
         return declared_capabilities(self.capabilities, LATEST_LEGACY, confined)
 
+    def name_by_uri(self, call, server_name):
+        """Let an unnamed request for a URI that a named call was shown be that session's."""
+        uri = call.params.get("uri")
+        server, identity = self.seen_uris.get(uri, (None, None)) if isinstance(uri, str) else (None, None)
+        if identity is None or server != server_name or call.identity.named:
+            return
+        meta = call.params.get("_meta")
+        place = call.identity.place if isinstance(meta, dict) and meta.get(META_CWD) else identity.place
+        call.identity = Identity("named", identity.session, True, identity.parent, place, call.identity.pid,
+                                 call.identity.started, call.identity.call)
+
     def forward(self, call, server_name):
         """Send a request to the instance of a server that this request's identity reaches."""
         server = self.core.server(server_name)
 
         def identified():
-            seen = self.seen_uris.get(call.params.get("uri")) if call.method.startswith("resources/") else None
-            if seen is not None and seen[0] == server_name and not call.identity.named:
-                call.identity = Identity("named", seen[1].session, True, seen[1].parent, call.identity.place,
-                                         call.identity.pid, call.identity.started, call.identity.call)
+            if call.method.startswith("resources/"):
+                self.name_by_uri(call, server_name)
             slot = self.slot_for(server, call.identity)
             schema = self.core.schema_for(self, server, slot.definition, slot)
             self._submit(call, slot, schema)
@@ -5559,7 +5689,12 @@ class Host:
             if isinstance(block, dict):
                 uri = block.get("uri") or (block["resource"].get("uri") if isinstance(block.get("resource"), dict) else None)
                 if isinstance(uri, str):
-                    self.seen_uris[uri] = (call.slot.server.name, call.identity)
+                    before = self.seen_uris.get(uri)
+                    if before is not None and before[1] is not None and before[1].session != call.identity.session:
+                        # Two sessions were shown it: a read without a name is the connection's own.
+                        self.seen_uris[uri] = (call.slot.server.name, None)
+                    elif before is None or before[1] is not None:
+                        self.seen_uris[uri] = (call.slot.server.name, call.identity)
                     while len(self.seen_uris) > 1000:
                         self.seen_uris.popitem(last=False)
 
@@ -5665,6 +5800,9 @@ class LegacyHost(Host):
 
     def _on_request(self, seq, message, line, losses):
         host_id, method = message["id"], message["method"]
+        if not isinstance((message.get("params") or {}).get("_meta", {}), dict):
+            self._send(seq, error_message(host_id, RpcError(INVALID_PARAMS, "params._meta is no object")))
+            return
         if host_id in self.calls or host_id in self.modern:
             # The first one is not disturbed: MCP forbids using an id twice in a session.
             self._send(seq, error_message(host_id, RpcError(
@@ -5672,6 +5810,11 @@ class LegacyHost(Host):
             return
         if host_id in self._cancelled_ids:
             self._settled(seq)
+            return
+        under_way = len(self.calls) + len(self.modern)
+        if under_way >= self.core.config.get("limits.inFlight"):
+            self._send(seq, error_message(host_id, LimitReached(
+                "%d requests of this host are in flight; wait for answers, or raise limits.inFlight" % under_way)))
             return
         if losses >= MAX_LOSSES:
             # Perhaps it is what the daemons die of.
@@ -5684,18 +5827,13 @@ class LegacyHost(Host):
         call = Call(method, message.get("params") or {}, self._finished, self, host_id, seq)
         call.message, call.line = message, line
         call.losses = losses
-        if len(self.calls) >= self.core.config.get("limits.inFlight"):
-            call.host = None
-            self._send(seq, error_message(host_id, LimitReached(
-                "%d requests of this host are in flight; wait for answers, or raise limits.inFlight"
-                % len(self.calls))))
-            return
         self.calls[host_id] = call
         self._guarded(call, lambda: self._handler(method)(self, call))
 
     def _on_modern(self, seq, message, line, losses):
         """A request of 2026-07-28 on the same pipe: it stands alone (PROTOCOL 5.4)."""
         request = ModernRequest(self.core, self.link, self.surface.names, self.identity, self.env, self._definitions)
+        request.pipe = self
         self.modern[message["id"]] = request
         request.on_over = lambda _request: self.modern.pop(message["id"], None)
         request.take(seq, message, line, losses)
@@ -5955,6 +6093,8 @@ class LegacyHost(Host):
         """The host has gone, and every request on its pipe with it."""
         for request in list(self.modern.values()):
             request.close()
+        for held in [held for held in self.core.held.by_id.values() if held.pipe is self]:
+            held.drop("the host has gone")
         super().close()
 
     def _take_initialize(self, params, revision):
@@ -6051,8 +6191,10 @@ def _complete(host, call):
         if own_name != reference.get("name"):
             call.params, call.line = dict(call.params, ref=dict(reference, name=own_name)), None
     else:
+        if not isinstance(reference.get("uri"), str):
+            raise RpcError(INVALID_PARAMS, "the ref needs a uri")
         seen = {uri: server for uri, (server, _) in host.seen_uris.items()}
-        servers = host.surface.servers_for_uri(reference.get("uri"), seen)
+        servers = host.surface.servers_for_uri(reference["uri"], seen)
         if not servers:
             raise RpcError(INVALID_PARAMS, "no server completes %s" % reference.get("uri"))
         server_name = servers[0]
@@ -6113,10 +6255,7 @@ def _subscribe(host, call):
     server = host.core.server(servers[0])
 
     def identified():
-        seen = host.seen_uris.get(uri)
-        if seen is not None and not call.identity.named:
-            call.identity = Identity("named", seen[1].session, True, seen[1].parent, call.identity.place,
-                                     call.identity.pid, call.identity.started, call.identity.call)
+        host.name_by_uri(call, servers[0])
         slot = host.slot_for(server, call.identity)
         call.slot = slot
         if uri in slot.subscriptions:
@@ -6523,6 +6662,7 @@ class ModernRequest(Host):
         self.revision = MODERN
         self.headers = None              # of its HTTP request
         self.call = None
+        self.pipe = None                 # the host on whose stdio it came
         self.held = None                 # the HeldCall that it is attached to
         self.runs = 0                    # how often it was run again for URLs to be visited
         self.wanted_kinds = set()        # of a subscriptions/listen
@@ -6763,7 +6903,7 @@ class HeldCall:
     level = None
 
     def __init__(self, core, held_id, request, call):
-        self.core, self.id, self.call = core, "held%d" % held_id, call
+        self.core, self.id, self.call, self.pipe = core, "held%d" % held_id, call, request.pipe
         self.names, self.capabilities = request.surface.names, request.capabilities
         self.request, self.request_call = request, request.call
         self.digest = digest_of_request(call.method, call.message["params"])
@@ -7419,6 +7559,7 @@ SSE_COMMIT_S = 10.0
 HTTP_SWEEP_S = 2.5
 # Events kept for a stream that may be resumed, and messages for a GET stream not yet opened.
 MAX_KEPT_EVENTS = 1000
+MAX_KEPT_BYTES = 32 << 20
 # How long a finished stream can still be resumed.
 RESUME_S = 300.0
 ACCEPTED_STATUS = 202
@@ -7490,7 +7631,11 @@ def parse_head(head):
     headers = parser.headers
     if headers.defects:
         raise HttpError(400, "the headers are malformed")
-    for name in ("Host", "Content-Length"):
+    if parser.request_version == "HTTP/0.9":
+        raise HttpError(505, "HTTP/0.9 is not served")
+    if parser.request_version == "HTTP/1.1" and headers.get("Host") is None:
+        raise HttpError(400, "the header Host is missing")
+    for name in ("Host", "Content-Length", "Transfer-Encoding"):
         if len(headers.get_all(name) or ()) > 1:
             raise HttpError(400, "the header %s stands twice" % name)
     if headers.get("Content-Length") is not None and headers.get("Transfer-Encoding") is not None:
@@ -7514,6 +7659,8 @@ class HttpConnection:
         front.connections.add(self)
 
     def _on_data(self, data):
+        if not self.buffer and self.head is None and self.exchange is None:
+            self.since = time.monotonic()
         self.buffer += data
         limit = self.front.core.config.get("limits.lineBytes")
         if self.exchange is not None and len(self.buffer) > 1 << 20:
@@ -7590,7 +7737,10 @@ class HttpConnection:
             if len(self.buffer) > 1024:
                 raise HttpError(400, "a chunk's size line is too long")
             return False
-        text = bytes(self.buffer[:end]).split(b";")[0].strip()
+        line = bytes(self.buffer[:end])
+        if b"\r" in line or b"\n" in line:
+            raise HttpError(400, "a chunk's size line has a bare CR or LF")
+        text = line.split(b";")[0].strip(b" \t")
         if not re.fullmatch(rb"[0-9A-Fa-f]{1,12}", text):
             raise HttpError(400, "a chunk's size is no number")
         size = int(text, 16)
@@ -7640,7 +7790,7 @@ class HttpConnection:
         self.since = time.monotonic()
         if not keep or self.front.core.stopping:
             self.closing = True
-            self.stream.close("answered")
+            self.stream.close_when_flushed("answered")
             return
         self.stream.pause(False)
         if self.buffer:
@@ -7819,14 +7969,17 @@ class EventStream:
     def __init__(self, session, number):
         self.session, self.number = session, number
         self.events = collections.deque(maxlen=MAX_KEPT_EVENTS)      # (n, data)
-        self.count = 0
+        self.count = self.bytes = 0
         self.exchange = None
         self.finished = None             # when the answer went out
 
     def send(self, data, last=False):
         """Write a message where somebody is connected, and keep it for a resumption."""
         self.count += 1
+        if len(self.events) == self.events.maxlen:
+            self.bytes -= len(self.events[0][1])
         self.events.append((self.count, data))
+        self.bytes += len(data)
         if last:
             self.finished = time.monotonic()
         if self.exchange is not None and not self.exchange.over:
@@ -7866,13 +8019,20 @@ class HttpSession:
         self.get = EventStream(self, 0)
         self.used_at = time.monotonic()
         self.by_exchange = {}            # exchange -> EventStream that it became
+        self.pending = set()             # exchanges that have no answer yet
         self.state = None                # see keep_state
 
     def answer(self, seq, data):
         """The answer to a POST."""
+        self.pending.discard(seq)
+        if self.host.revision is None:
+            # Its initialize has failed: over HTTP nobody can come back to this session.
+            seq.extra_headers = []
+            self.front.core.loop.soon(lambda: self.front.end_session(self, "initialize failed"))
         stream = self.by_exchange.pop(seq, None)
         if stream is not None:
             stream.send(data, last=True)
+            self.trim()
         else:
             seq.respond(200, data)
 
@@ -7881,10 +8041,12 @@ class HttpSession:
         if seq in self.by_exchange or code not in (PARSE_ERROR, INVALID_REQUEST):
             self.answer(seq, data)
         else:
+            self.pending.discard(seq)
             seq.respond(400, data)
 
     def settled(self, seq):
         """A notification was taken, or a request was cancelled."""
+        self.pending.discard(seq)
         stream = self.by_exchange.pop(seq, None)
         if stream is not None:
             stream.finished = time.monotonic()
@@ -7903,6 +8065,7 @@ class HttpSession:
             self.stream_of(seq).send(data)
         else:
             self.get.send(data)
+            self.trim()
 
     def stream_of(self, exchange):
         """Return the EventStream of a POST, which becomes one now if it was none."""
@@ -7939,6 +8102,20 @@ class HttpSession:
         for number, stream in list(self.streams.items()):
             if stream.finished is not None and now - stream.finished > RESUME_S:
                 del self.streams[number]
+        self.trim()
+
+    def trim(self):
+        """Keep what can be resumed within bounds: the oldest answers go first."""
+        kept = self.get.bytes + sum(stream.bytes for stream in self.streams.values())
+        for number in sorted(self.streams):
+            if kept <= MAX_KEPT_BYTES:
+                return
+            if self.streams[number].finished is not None:
+                kept -= self.streams.pop(number).bytes
+        while kept > MAX_KEPT_BYTES and self.get.events:
+            size = len(self.get.events.popleft()[1])
+            kept -= size
+            self.get.bytes -= size
 
 
 class HttpFront:
@@ -8095,8 +8272,10 @@ class HttpFront:
         request.take(exchange, message, None, 0, exchange.headers)
 
     def _handle_legacy(self, exchange, names, message, session_id):
-        is_initialize = isinstance(message, dict) and message.get("method") == "initialize"
+        is_initialize = isinstance(message, dict) and message.get("method") == "initialize" and "id" in message
         version = exchange.headers.get("MCP-Protocol-Version")
+        if version is not None and version.strip() not in LEGACY_REVISIONS:
+            raise HttpError(400, "MCP-Protocol-Version %s is not served" % printable(version))
         if is_initialize:
             session = self._new_session(exchange, names)
         elif session_id is None:
@@ -8104,11 +8283,10 @@ class HttpFront:
             return
         else:
             session = self._session(session_id, exchange, names)
-        if version is not None and version.strip() not in LEGACY_REVISIONS:
-            raise HttpError(400, "MCP-Protocol-Version %s is not served" % printable(version))
         session.used_at = time.monotonic()
         exchange.on_gone = lambda: None  # a dropped connection is no cancel
         exchange.commit = lambda: session.stream_of(exchange)
+        session.pending.add(exchange)
         session.host.on_line(exchange, exchange.body)
 
     def _without_session(self, exchange, names, message):
@@ -8210,8 +8388,12 @@ class HttpFront:
         if self.sessions.pop(session.id, None) is None:
             return
         self.core.log.info("http session of host %s ends: %s", session.host.id, reason)
-        for exchange in list(session.by_exchange):
-            exchange.end_stream()
+        for exchange in list(session.pending):
+            if exchange.streaming:
+                exchange.end_stream()
+            else:
+                exchange.respond_error(HttpError(404, "the session has ended: %s" % reason))
+        session.pending.clear()
         if session.get.exchange is not None:
             session.get.exchange.end_stream()
         session.host.close()
@@ -8746,8 +8928,9 @@ class Daemon:
         self.http, self.api = HttpFront(self), Api(self)
         self._used_states = collections.OrderedDict()
         self._token = None
-        self._tcp = []                                # (socket) of http.listen
-        self._tcp_address = ""
+        self._tcp = {}                                # (family, address) -> listening socket
+        self._tcp_wanted = ("", "")                   # http.listen and http.auth that it was opened for
+        self._tcp_retry = None
         self.degraded = collections.Counter()         # (server, scope, reason) -> count
         self.stopping = None
         self.idle_exit = False
@@ -8823,52 +9006,71 @@ class Daemon:
         self.loop.watch(listener.fileno(), lambda _mask: self._accept())
 
     def _open_tcp(self):
-        """Open, move or close the TCP door, as `http.listen` says; never fatal."""
-        wanted = self.config.get("http.listen")
-        if wanted == self._tcp_address or self.standalone or self.stopping:
+        """Open, move or close the TCP door, as `http.listen` and `http.auth` say; never fatal."""
+        wanted = (self.config.get("http.listen"), self.config.get("http.auth"))
+        if self.standalone or self.stopping:
             return
-        self._close_tcp()
-        self._tcp_address = wanted
-        if not wanted:
-            return
+        if wanted != self._tcp_wanted:
+            self._close_tcp()
+            self._tcp_wanted = wanted
+        if self._tcp_retry is not None:
+            self._tcp_retry.cancel()
+            self._tcp_retry = None
         try:
-            addresses = listen_addresses(wanted, self.config.get("http.auth"))
+            addresses = listen_addresses(*wanted) if wanted[0] else []
         except UsageError as error:
             self.log.error("http.listen: %s", error)
             return
-        for family, address in addresses:
+        fresh = [pair for pair in addresses if pair not in self._tcp]
+        failed = [pair for pair in fresh if not self._listen_tcp(*pair)]
+        if failed:
+            # One timer for all that failed; what is open stays open.
+            self._tcp_retry = self.loop.call_later(TCP_RETRY_S, self._open_tcp)
+        if len(failed) < len(fresh):
+            self.token()
+            if wanted[1] == "none":
+                self.log.warning("http.auth is none: every local user and program can call as you on %s", wanted[0])
+            self.log.info("http on %s", wanted[0])
+
+    def _listen_tcp(self, family, address):
+        """Listen on one address; returns whether it worked."""
+        try:
             listener = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            self.log.error("http.listen %s: %s", address[0], error.strerror)
+            return False
+        try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                listener.bind(address)
-                listener.listen(512)
-            except OSError as error:
-                listener.close()
-                self.log.error("http.listen %s: %s; hosts over stdio are served, it is tried again", wanted, error.strerror)
-                self._tcp_address = ""
-                self.loop.call_later(5.0, self._open_tcp)
-                continue
-            listener.setblocking(False)
-            self._tcp.append(listener)
-            self.loop.watch(listener.fileno(), lambda _mask, listener=listener: self._accept_tcp(listener))
-        if self._tcp:
-            self.token()
-            if self.config.get("http.auth") == "none":
-                self.log.warning("http.auth is none: every local user and program can call as you on %s", wanted)
-            self.log.info("http on %s", wanted)
+            listener.bind(address)
+            listener.listen(512)
+        except OSError as error:
+            listener.close()
+            self.log.error("http.listen %s:%d: %s; hosts over stdio are served, it is tried again",
+                           address[0], address[1], error.strerror)
+            return False
+        listener.setblocking(False)
+        self._tcp[(family, address)] = listener
+        self.loop.watch(listener.fileno(), lambda _mask: self._accept_tcp(listener))
+        return True
 
     def _close_tcp(self):
-        for listener in self._tcp:
+        for listener in self._tcp.values():
             self.loop.unwatch(listener.fileno())
             listener.close()
-        self._tcp = []
+        self._tcp = {}
 
     def _accept_tcp(self, listener):
         try:
             connection, _ = listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.log.error("a connection cannot be accepted: %s", error.strerror)
+            self.loop.unwatch(listener.fileno())
+            self.loop.call_later(0.5, lambda: listener in self._tcp.values() and self.loop.watch(
+                listener.fileno(), lambda _mask: self._accept_tcp(listener)))
             return
         connection.setblocking(False)
         if len(self.http.connections) >= self.config.get("http.connections"):
@@ -8924,7 +9126,7 @@ class Daemon:
         if hello.get("role") == "control":
             def respond(message):
                 link.stream.write(encode_json(message) + b"\n")
-                link.close("answered")
+                link.stream.close_when_flushed("answered")
             hello["pid"] = link.pid
             Control(self, respond).run(hello.get("op"), hello)
             return
@@ -8938,8 +9140,8 @@ class Daemon:
             link.control("fail " + unknown_servers_text(unknown, self.config))
             link.close("unknown server")
             return
-        if len(self.hosts) >= self.config.get("limits.hosts"):
-            link.control("fail %d hosts are connected; raise limits.hosts" % len(self.hosts))
+        if len(self.links) > self.config.get("limits.hosts"):
+            link.control("fail %d hosts are connected; raise limits.hosts" % len(self.links))
             link.close("too many hosts")
             return
         host = self.make_host(link, names, hello)
@@ -9141,7 +9343,9 @@ class Daemon:
         """Count a scope that could not be told; logged once per server and reason."""
         # A path in the reason would make every directory a reason of its own.
         name = (server_name, scope, reason)
-        if name not in self.degraded and len(self.degraded) < 1000:
+        if name not in self.degraded and len(self.degraded) >= 1000:
+            name = (server_name, scope, "other reasons")
+        elif name not in self.degraded:
             self.log.warning("scope %s of server %s is narrower than asked for: %s", scope, server_name, reason)
         self.degraded[name] += 1
         self.pool.counters["degraded"] += 1
@@ -9182,6 +9386,7 @@ class Daemon:
         own = "session:%s" % host.identity.session
         for slot in list(self.pool.slots.values()):
             if slot.key.text == own and not host.identity.named and not slot.hosts:
+                slot.tasks.clear()       # nobody can name this session again
                 self.pool.end(slot, "its session has ended")
             elif slot.key.text.startswith("pid:"):
                 self._end_with_process(slot)
@@ -9327,14 +9532,14 @@ class Daemon:
             host = self._elicitations.pop((instance.slot.name, params.get("elicitationId")), None)
             if host is not None and host.revision == LATEST_LEGACY:
                 host.tell(method, params)
-        elif len(instance.slot.hosts) == 1:
-            next(iter(instance.slot.hosts)).tell(method, message.get("params"))
+        elif only_host(instance) is not None:
+            only_host(instance).tell(method, message.get("params"))
         else:
             self.pool.counters["droppedNotifications"] += 1
 
     def _on_log(self, instance, params):
         """To the one host with a call there, else to the only host there is; never to all."""
-        hosts = asking_hosts(instance) or set(instance.slot.hosts)
+        hosts = asking_hosts(instance) or {only_host(instance)} - {None}
         if len(hosts) == 1 and not next(iter(hosts)).closed:
             host = next(iter(hosts))
             host.on_log(params, newest_call(instance, host))
@@ -9358,7 +9563,7 @@ class Daemon:
         # Before its first call a server is still setting itself up, the same way every time.
         if instance.slot.scope in PRIVATE_SCOPES and instance.calls and self.schemas.of_instance(instance).known:
             own = self.schemas.detach(instance)
-            for host in instance.slot.hosts:
+            for host in [host for host in instance.slot.hosts if isinstance(host, Host)]:
                 self.use_schema(host, instance.slot.server.name, own)
         self.schemas.check(instance, CHANGED_KINDS[method], announce=True)
         if again:
@@ -9500,7 +9705,13 @@ class Daemon:
             callback()
         self.loop.soon(self._leave)
 
-    def _leave(self):
+    def _leave(self, deadline=None):
+        deadline = deadline or time.monotonic() + LEAVE_WAIT_S
+        streams = [link.stream for link in self.links] + [connection.stream for connection in self.http.connections]
+        if any(stream.queued_bytes for stream in streams) and time.monotonic() < deadline:
+            # The last answers are on their way.
+            self.loop.call_later(0.02, lambda: self._leave(deadline))
+            return
         for link in list(self.links):
             link.close("mcpx has ended")
         self.http.save_sessions(self.paths.sessions)
@@ -9547,6 +9758,12 @@ def listen_addresses(text, auth):
         if auth == "none" and not (address.startswith("127.") or address == "::1"):
             raise UsageError("http.auth none is refused on %s, which others can reach" % address)
     return [(family, (address, int(port))) for family, address in pairs]
+
+
+# Between two tries to listen on an address that is taken.
+TCP_RETRY_S = 5.0
+# How long an ended daemon waits for hosts to take their last answers.
+LEAVE_WAIT_S = 2.0
 
 
 def unknown_servers_text(unknown, config):
