@@ -2506,7 +2506,7 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "waits_turn", "schema", "task", "asks", "rounds")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "waits_turn", "over", "schema", "task", "asks", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2522,6 +2522,7 @@ class Call:
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
         self.waits_turn = False          # its wait for other hosts' questions is bounded by a timer
+        self.over = False                # the server has answered it, be it late: it asks nothing more
         self.has_asked = False           # a question was told to be its
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
@@ -2795,9 +2796,13 @@ class Upstream:
         """
         if self.in_flight.pop(call.wire_id, None) is not None:
             if grace:
-                self.ghosts[call.wire_id] = call
-                self.owner.call_later(grace, lambda: self._lay_to_rest(call))
+                self.haunt(call, grace)
             self.owner.on_settled(call)
+
+    def haunt(self, call, grace):
+        """Let a cancelled call count for some time when it has to be told whose a question is."""
+        self.ghosts[call.wire_id] = call
+        self.owner.call_later(grace, lambda: self._lay_to_rest(call))
 
     def _give_up_own(self, call):
         if self.in_flight.get(call.wire_id) is call:
@@ -2880,11 +2885,13 @@ class Upstream:
             # Normal after a cancel: the answer and the cancel crossed on the wire.
             self.counters["lateAnswers"] += 1
             if is_valid_id(wire_id) and wire_id in self.ghosts:
+                self.ghosts[wire_id].over = True
                 self._lay_to_rest(self.ghosts[wire_id])
             return
         # First the answer, then the lease: what the answer leaves open (a task, a question to be
         # answered by a retry) must hold the instance before it can come to rest.
         lease, call.instance = call.instance, None
+        call.over = True
         if not call.cancelled:
             call.finish(message, line)
         self.owner.on_settled(call, lease)
@@ -4233,6 +4240,7 @@ class Pool:
             if call.cancelled or call.done:
                 continue
             never_read = call.sent_offset >= stream.unread_from
+            call.over = False
             if never_read:
                 call.attempts -= 1       # it has not been sent in any way that counts
             if (call.may_repeat or never_read) and call.attempts < 2 and not self.draining and call.slot.ended is None:
@@ -5053,7 +5061,13 @@ class Questions:
         if owner is not None:
             self._to_host(question, owner)
             return
-        question.candidates = candidates = possible_calls(question.instance)
+        candidates = possible_calls(question.instance)
+        for other in self.by_id.values():
+            # A cancelled call that may have asked before may ask again.
+            if other.instance is question.instance:
+                candidates += [call for call in other.candidates
+                               if call.cancelled and not call.over and call not in candidates]
+        question.candidates = candidates
         hosts = {call.host for call in candidates}
         if len(hosts) == 1:
             self._found(question, candidates)
@@ -5092,9 +5106,11 @@ class Questions:
         self.loop.call_later(QUIESCE_S, give_up)
 
     def _left(self, question):
-        """Return the calls that can still have asked: one that asked cannot have been answered."""
-        possible = possible_calls(question.instance)
-        return [call for call in question.candidates if call in possible]
+        """Return the calls that can still have asked: one that asked cannot have been answered.
+
+        A cancelled call whose answer never came stays one of them, however long ago.
+        """
+        return [call for call in question.candidates if not call.over]
 
     def on_lease_back(self, instance):
         """A call on an instance is over: perhaps it can now be told whose its questions are.
@@ -5191,6 +5207,11 @@ class Questions:
         if question.settled:
             return
         self._forget(question)
+        for call in question.candidates:
+            if call.cancelled and not call.over and question.instance.state in ("idle", "busy"):
+                # The answer sets it going again, if it was its question.
+                question.instance.upstream.haunt(call, self.config.get(
+                    "cancelGrace", question.instance.definition.server))
         if question.on_answer is not None:
             question.on_answer(message)
         elif question.instance.state in ("starting", "idle", "busy"):
@@ -9539,7 +9560,11 @@ class Daemon:
 
     def _on_log(self, instance, params):
         """To the one host with a call there, else to the only host there is; never to all."""
-        hosts = asking_hosts(instance) or {only_host(instance)} - {None}
+        hosts = {host for host in asking_hosts(instance) if not host.closed}
+        if instance.upstream.era == "modern":
+            # MCP 2026-07-28, server/utilities/logging: only for a request that set a level.
+            hosts = {host for host in hosts if host.level is not None}
+        hosts = hosts or {only_host(instance)} - {None}
         if len(hosts) == 1 and not next(iter(hosts)).closed:
             host = next(iter(hosts))
             host.on_log(params, newest_call(instance, host))

@@ -73,7 +73,8 @@ def form(message, required=None, **properties):
 
 def sampling(prompt, max_tokens=100):
     message = types.SamplingMessage(role="user", content=types.TextContent(text=prompt))
-    return types.CreateMessageRequest(params=types.CreateMessageRequestParams(messages=[message], max_tokens=max_tokens))
+    params = types.CreateMessageRequestParams(messages=[message], max_tokens=max_tokens)
+    return types.CreateMessageRequest(params=params)
 
 
 def roots():

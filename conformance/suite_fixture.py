@@ -210,7 +210,7 @@ async def json_schema_tool(call):
     return result("Called with %s" % json.dumps(call.arguments, sort_keys=True))
 
 
-@tool("test_x_mcp_header", "Wants one of its arguments as a header too", region={"type": "string", "x-mcp-header": "Region"})
+@tool("test_x_mcp_header", "Wants its argument as a header too", region=dict(STRING, **{"x-mcp-header": "Region"}))
 async def header_tool(call):
     return result("Region %s" % call.arguments.get("region"))
 
@@ -296,7 +296,10 @@ async def elicitation_enums(call):
         titledSingle=dict(STRING, oneOf=titled(*((value, name + " Option") for value, name in names))),
         legacyEnum=dict(STRING, enum=["opt1", "opt2", "opt3"], enumNames=["Option One", "Option Two", "Option Three"]),
         untitledMulti={"type": "array", "items": dict(STRING, enum=options)},
-        titledMulti={"type": "array", "items": {"anyOf": titled(*((value, name + " Choice") for value, name in names))}},
+        titledMulti={
+            "type": "array",
+            "items": {"anyOf": titled(*((value, name + " Choice") for value, name in names))},
+        },
     )
     answers = await call.ask(choices=question)
     return result("Elicitation completed: %s" % shown(answers["choices"]))

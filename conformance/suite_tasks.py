@@ -242,25 +242,22 @@ def find(params):
     return task
 
 
-def begin(ctx, tool, arguments):
-    """Start a tool as a task."""
+def start_task(work):
+    """Run a coroutine function as a task."""
     task = Task()
     tasks[task.id] = task
-    call = TaskCall(ctx, arguments, task)
-
-    async def work():
-        outcome = await tool.function(call)
-        return await outcome() if callable(outcome) else outcome
-
     task.start(work)
     return task
 
 
-def escalate(work):
-    """Run the rest of a call as a task."""
-    task = Task()
-    tasks[task.id] = task
-    task.start(work)
+def start_tool(ctx, tool, arguments):
+    """Run a whole tool as a task: its questions are the task's."""
+
+    async def work():
+        outcome = await tool.function(TaskCall(ctx, arguments, task))
+        return await outcome() if callable(outcome) else outcome
+
+    task = start_task(work)
     return task
 
 
@@ -296,7 +293,7 @@ async def legacy_call(ctx, tool, params):
         return await run_here(tool, call_of(ctx, None, params.get("arguments")))
     if "task" not in params:
         raise MCPError(METHOD_NOT_FOUND, "Tool %s runs as a task only" % tool.listed.name)
-    return {"task": legacy_task(begin(ctx, tool, params.get("arguments")))}
+    return {"task": legacy_task(start_tool(ctx, tool, params.get("arguments")))}
 
 
 async def legacy_get(_ctx, params):
@@ -379,12 +376,12 @@ async def modern_call(ctx, tool, params):
     if not tool.job or not has_extension(ctx):
         return complete(await run_here(tool, call))
     if not tool.asks_first:
-        return dict(modern_task(begin(ctx, tool, typed.arguments)), resultType="task")
+        return dict(modern_task(start_tool(ctx, tool, typed.arguments)), resultType="task")
     try:
         work = await tool.function(call)
     except MoreInput as more:
         return plain(more.result)
-    return dict(modern_task(escalate(work)), resultType="task")
+    return dict(modern_task(start_task(work)), resultType="task")
 
 
 def complete(result):
