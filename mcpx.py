@@ -5119,6 +5119,10 @@ class Questions:
         """
         for question in [q for q in self.by_id.values() if q.instance is instance and q.candidates]:
             left = self._left(question)
+            if left and all(call.cancelled or call.host.closed for call in left):
+                # Whoever's it was, nobody waits for it any more.
+                self.give_up(question, "the requests that this may belong to were cancelled")
+                continue
             if len({call.host for call in left}) > 1:
                 continue
             if question in self._unattributed:

@@ -4124,6 +4124,18 @@ def test_a_legacy_host_is_asked_in_its_own_way_by_a_modern_server(web_lab, tool,
         bare.call(tool, **arguments) if tool != "ask" else bare.call("sample", text="t")
 
 
+def test_an_open_question_goes_when_nobody_waits_for_it_any_more(lab):
+    """Two hosts' calls ask at once, so nobody can be told; then both are cancelled."""
+    lab.configure({"demo": demo("--era", "legacy", scope="global")})
+    hosts = [lab.host("demo", capabilities={"elicitation": {}}) for _ in range(2)]
+    begun = [host.begin("sleep", seconds=600) for host in hosts] + [host.begin("ask", message="?") for host in hosts]
+    lab.wait_for("open questions", lambda: [q["host"] for q in lab.status()["questions"]] == [None, None], 10)
+    for number, host_id in enumerate(begun):
+        hosts[number % 2].notify("notifications/cancelled", requestId=host_id)
+    lab.wait_for("none", lambda: lab.status()["questions"] == [])
+    assert hosts[0].all("elicitation/create") == hosts[1].all("elicitation/create") == []
+
+
 def test_a_question_of_a_cancelled_call_is_never_put_to_another_host(web_lab):
     """Ada's call asks after she has cancelled it, while Bob has a call on the same child."""
     replies = {"elicitation/create": lambda params: {"action": "accept", "content": {"answer": "not mine"}}}
