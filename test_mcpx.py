@@ -2705,7 +2705,7 @@ def test_a_call_limit_ends_the_call_and_keeps_the_server(lab):
         host.call("hold", until=lab.gate("never"))
     assert "callTimeout" in refused.value.error["message"]
     assert "mcpxStreamLost" not in json.dumps(refused.value.error)
-    assert len(lab.got("plain", "notifications/cancelled")) == 1
+    lab.wait_for("one cancel at the server", lambda: len(lab.got("plain", "notifications/cancelled")) == 1)
     assert host.whoami()["pid"] == pid
     # A process that is stopped cannot be asked to end, and still ends.
     os.kill(pid, signal.SIGSTOP)
