@@ -11543,7 +11543,7 @@ def cmd_stop(options):
         return Output({"stopped": None}, "no daemon runs for %s" % options.config_file, 0 if not options.name else 1)
     data = client.control("stop", {"name": options.name}, STOP_WAIT_S)
     if not options.name:
-        wait_for_end(DaemonPaths(options.config_file, os.environ))
+        wait_for_end(data["pid"])
         text = "stopped the daemon (pid %d) and %d children" % (data["pid"], len(data["children"]))
     else:
         text = "stopped %d instances of %s" % (len(data["stopped"]), options.name)
@@ -11552,16 +11552,11 @@ def cmd_stop(options):
     return Output(data, text)
 
 
-def wait_for_end(paths):
-    """Wait until a daemon that has answered its stop holds its lock no longer."""
+def wait_for_end(pid):
+    """Wait until a daemon that has answered its stop is gone as a process; bounded."""
     deadline = time.monotonic() + 5
-    with open(paths.lock, "a") as file:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                time.sleep(0.01)
+    while process_start(pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def cmd_restart(options):
@@ -11863,8 +11858,7 @@ def run_demo(root):
     finally:
         client = LinkClient(config, env)
         if client.connected:
-            client.control("stop", {}, STOP_WAIT_S)
-            wait_for_end(DaemonPaths(config, env))
+            wait_for_end(client.control("stop", {}, STOP_WAIT_S)["pid"])
     text = ("Four hosts call the same small server through mcpx over stdio, once under each scope. Each host keeps\n"
             "its initial in the server's memory and then reads who is there: #n is the process that answered,\n"
             "behind it whose initials this host saw there.\n\n"
