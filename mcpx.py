@@ -7732,7 +7732,7 @@ class HttpConnection:
         return True
 
     def _prepare_body(self):
-        _, _, version, headers = self.head
+        _, _, _, headers = self.head
         self.body, self.body_size, self.left, self.chunked = [], 0, 0, False
         coding = headers.get("Transfer-Encoding")
         if coding is not None:
@@ -7748,8 +7748,6 @@ class HttpConnection:
         self.front.admit(self)
         if (headers.get("Expect") or "").strip().lower() == "100-continue":
             self.stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if version == "HTTP/1.0":
-            self.closing = self.closing  # answered, then closed: see HttpExchange
 
     def _check_body_size(self, size):
         limit = self.front.core.config.get("limits.lineBytes")
