@@ -1004,12 +1004,20 @@ class Lab:
             left += self.leftovers()
             assert not left, "left behind: %s\n%s" % ("\n".join(left), self.report())
         finally:
-            for pid in self.processes():
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            self.kill_everything()
             for host in self.hosts:
                 host.kill()
             shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def kill_everything(self):
+        """SIGKILL to all of them, again until none is left: one may be starting another at this moment."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.processes():
+            assert time.monotonic() < deadline, self.report()
+            for pid in self.processes():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(LOOK_EVERY_S)
 
     def leftovers(self):
         """Sockets, temporary directories and records of children that nobody needs any more."""
@@ -4479,9 +4487,7 @@ def test_a_pid_of_somebody_else_in_the_records_is_left_alone(lab):
     os.kill(daemon, signal.SIGKILL)
     lab.wait_gone(daemon)
     host.kill()
-    for pid in [p for p in lab.processes() if p != host.pid]:
-        os.kill(pid, signal.SIGKILL)
-    lab.wait_for("quiet", lambda: not lab.processes())
+    lab.kill_everything()
     stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         for folder, _, files in os.walk(os.path.join(lab.state, "mcpx")):
