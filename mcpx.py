@@ -2506,7 +2506,8 @@ class Call:
 
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
-                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked", "waits_turn", "over", "schema", "task", "asks", "rounds")
+                 "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
+                 "has_logged", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2527,6 +2528,15 @@ class Call:
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
+        self.logs = False                # its tool has been seen to log
+        self.has_logged = False          # a log message came while it was in flight
+        self.turn_over = False           # it has waited long enough for others' log messages
+
+    @property
+    def subject(self):
+        """What can be learned of: a tool or a prompt by its name, else the method."""
+        name = self.params.get("name") if self.method in ("tools/call", "prompts/get") and self.params else None
+        return "%s %s" % (self.method, name) if isinstance(name, str) else self.method
 
     def finish(self, message, line=None):
         """Settle the call; later calls of this are ignored."""
@@ -3309,6 +3319,8 @@ class Orphans:
 # A server has mostly ended its work this soon after a cancel; tools that are known to ask
 # count for all of cancelGrace.
 GHOST_S = 2.0
+# A call whose log messages could be taken for another host's waits this long, and then goes all the same.
+LOG_TURN_S = 2.0
 # After its stdout ended, a process mostly exits; its status makes the better message.
 EXIT_WAIT_S = 0.3
 # A server that ran this long is not failing to start, however it ended.
@@ -3464,7 +3476,7 @@ class Slot:
         self.generation = config_generation
         self.server = definition.server
         self.queue = FairQueue()
-        self.askers = FairQueue()        # calls of tools that ask, while another host is being asked
+        self.askers = FairQueue()        # calls of tools that ask or log, while another host's is in flight
         self.waiters = []                # callbacks(error) of those who want it started only
         self.instance = None
         self.leaving = None              # the instance before this one, until it is gone
@@ -3731,8 +3743,8 @@ class Pool:
                 slot.queue.push(call, first=True)
         while slot.queue and not slot.held and not (exclusive and instance.upstream.in_flight):
             call = slot.queue.pop()
-            if call.asks and asked_elsewhere(instance, call):
-                # Two hosts' calls that both ask could not be told apart.
+            if overlaps(instance, call):
+                # Two hosts' calls that both ask, or both log, could not be told apart.
                 self._wait_for_turn(slot, instance, call)
                 continue
             if instance.child.stdout.queued_bytes > queue_limit:
@@ -3760,10 +3772,17 @@ class Pool:
 
     def _wait_for_turn(self, slot, instance, call):
         slot.askers.push(call)
-        timeout = self.config.get("queueTimeout", slot.server)
+        timeout = self.config.get("queueTimeout", slot.server) if call.asks else LOG_TURN_S
 
         def give_up():
-            if slot.askers.remove(call):
+            if not slot.askers.remove(call):
+                return
+            if not call.asks:
+                # Not for messages that can be dropped: see SchemaStore.loggers.
+                call.turn_over = True
+                slot.queue.push(call, first=True)
+                self.wake(slot)
+            else:
                 others = ", ".join(sorted({"host %s" % other.host.id for other in instance.upstream.in_flight.values()
                                            if other.asks and other.host is not None}))
                 call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
@@ -4409,10 +4428,15 @@ class Pool:
             setattr(slot, name, None)
 
 
-def asked_elsewhere(instance, call):
-    """Is a call of another host, of a tool that asks, in flight on this instance?"""
-    return any(other.asks and other.host is not call.host and not other.cancelled
-               for other in instance.upstream.in_flight.values())
+def overlaps(instance, call):
+    """Is a call of another host in flight whose questions or log messages could be taken for this one's?
+
+    Log messages count for a caller that has asked for them.
+    """
+    logs = call.logs and call.host.level is not None and not call.turn_over
+    return (call.asks or logs) and any(
+        (call.asks and other.asks or logs and other.logs) and other.host is not call.host and not other.cancelled
+        for other in instance.upstream.in_flight.values())
 
 
 def launcher_key(argv):
@@ -4470,6 +4494,7 @@ class Schema:
         self.filling = False
         self.suspects = {}               # those of `asking` not seen for sure -> clean calls that clear them
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
+        self.heard = {}                  # Call.subject -> [whether it logs, until when that counts]
         self._encoded = {}               # (kind, revision, offset) -> result bytes
         self._tools = None               # name -> tool
 
@@ -4482,6 +4507,11 @@ class Schema:
     def asks(self, name):
         """Has a tool (or prompt) of that name been seen to ask its host something, lately?"""
         return isinstance(name, str) and self.asking.get(name, 0) > time.time()
+
+    def logs(self, subject):
+        """Does a tool, prompt or method log? None where nobody has watched it lately."""
+        logs, until = self.heard.get(subject, (None, 0))
+        return logs if until > time.time() else None
 
     def offers(self, kind):
         """Does the server declare the capability that this list belongs to?"""
@@ -4508,7 +4538,7 @@ class Schema:
     def as_dict(self):
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
-                "instructions": self.instructions, "lists": self.lists, "asking": self.asking}
+                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard}
 
 
 def encode_page(kind, items, from_revision, revision, offset, size, generation):
@@ -4627,6 +4657,9 @@ class SchemaStore:
         asking = data.get("asking")
         schema.asking = {name: until for name, until in asking.items() if isinstance(until, (int, float))} if (
             isinstance(asking, dict)) else {}
+        heard = data.get("heard")
+        schema.heard = {subject: pair for subject, pair in heard.items() if isinstance(pair, list) and len(pair) == 2
+                        and isinstance(pair[1], (int, float))} if isinstance(heard, dict) else {}
         schema.known = True
 
     def save(self, schema):
@@ -4752,6 +4785,35 @@ class SchemaStore:
                 del schema.suspects[name]
                 schema.asking.pop(name, None)
                 self.save(schema)
+
+    def loggers(self, instance, calls):
+        """Return those of the calls in flight that a log message can be of, and learn from it.
+
+        What has been seen to end without a message is quiet, until it must have sent one.
+        """
+        schema = self.of_instance(instance)
+        subjects = {call.subject for call in calls}
+        for call in calls:
+            call.has_logged = True
+        if len(subjects) == 1:
+            self._note_heard(schema, subjects.pop(), True)
+            return calls
+        left = [call for call in calls if schema.logs(call.subject) is not False]
+        if not left:
+            for subject in subjects:
+                schema.heard.pop(subject, None)
+        return left or calls
+
+    def note_quiet(self, call):
+        """A call has ended; if no log message came meanwhile, it is of a kind that does not log."""
+        if not call.has_logged and call.schema.logs(call.subject) is None and (
+                call.host.level is not None or call.slot.level is not None):
+            self._note_heard(call.schema, call.subject, False)
+
+    def _note_heard(self, schema, subject, logs):
+        if schema.logs(subject) is not logs:
+            schema.heard[subject] = [logs, time.time() + self.ASKING_KEPT_S]
+            self.save(schema)
 
     def settle(self, schema, error):
         """Tell those who wait for a schema that it is known, or why it cannot be."""
@@ -5260,12 +5322,6 @@ def name_of(call):
     return name if isinstance(name, str) else None
 
 
-def newest_call(instance, host):
-    """Return the request of a host that was sent last to an instance and is in flight, or None."""
-    calls = [call for call in instance.upstream.in_flight.values() if call.host is host and not call.cancelled]
-    return calls[-1] if calls else None
-
-
 def only_host(instance):
     """Return the one host that has ever used an instance, if it is still there; else None."""
     hosts = instance.slot.hosts
@@ -5276,11 +5332,6 @@ def possible_calls(instance):
     """Return the hosts' calls that a server may be at: in flight, or cancelled a moment ago."""
     upstream = instance.upstream
     return [call for calls in (upstream.ghosts, upstream.in_flight) for call in calls.values() if call.host is not None]
-
-
-def asking_hosts(instance):
-    """Return the hosts of the calls that a server may be at."""
-    return {call.host for call in possible_calls(instance)}
 
 
 # ---------------------------------------------------------------------------
@@ -5628,6 +5679,7 @@ class Host:
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
         call.asks = schema.asks(call.params.get("name") or call.params.get("uri"))
+        call.logs = bool(schema.logs(call.subject))
         params = self._params_for_upstream(call, schema)
         if params is not call.params or call.token is not None:
             call.line = None
@@ -5693,7 +5745,9 @@ class Host:
             self.link.settled(batch.seq)
 
     def _note_end(self, call):
-        """Its tool may have been suspected of asking, and has not."""
+        """What it did not do is learned too: its tool may have been suspected of asking."""
+        if call.schema is not None and call.slot is not None:
+            self.core.schemas.note_quiet(call)
         if call.asks and not call.has_asked and call.schema is not None and call.schema.suspects:
             self.core.schemas.note_clean(call.schema, name_of(call))
 
@@ -9561,15 +9615,18 @@ class Daemon:
             self.pool.counters["droppedNotifications"] += 1
 
     def _on_log(self, instance, params):
-        """To the one host with a call there, else to the only host there is; never to all."""
-        hosts = {host for host in asking_hosts(instance) if not host.closed}
+        """To the one host with a call that can have logged, else to the only host there is; never to all."""
+        calls = possible_calls(instance)
         if instance.upstream.era == "modern":
             # MCP 2026-07-28, server/utilities/logging: only for a request that set a level.
-            hosts = {host for host in hosts if host.level is not None}
-        hosts = hosts or {only_host(instance)} - {None}
-        if len(hosts) == 1 and not next(iter(hosts)).closed:
-            host = next(iter(hosts))
-            host.on_log(params, newest_call(instance, host))
+            calls = [call for call in calls if call.host.level is not None]
+        if calls:
+            calls = self.schemas.loggers(instance, calls)
+        hosts = {call.host for call in calls} or {only_host(instance)} - {None}
+        host = next(iter(hosts)) if len(hosts) == 1 else None
+        if host is not None and not host.closed:
+            active = [call for call in calls if not call.cancelled]
+            host.on_log(params, active[-1] if active else None)
         else:
             self.pool.counters["droppedLogs"] += 1
             self.pool.server_log(instance.definition.server.name).write(

@@ -505,6 +505,13 @@ class Curious(Upstream):
         "roots/list": {},
     }
 
+    def tool_mutter(self, text, until):
+        """Log before and after a wait."""
+        self.send({"method": "notifications/message", "params": {"level": "info", "data": text}})
+        wait_for_file(until)
+        self.send({"method": "notifications/message", "params": {"level": "info", "data": text}})
+        return text
+
     def tool_inquire(self, method="elicitation/create", after=None):
         if after:
             wait_for_file(after)
@@ -2844,6 +2851,50 @@ def test_each_host_sees_the_log_messages_it_asked_for(lab):
     assert level() == "info"
     loud.close()
     lab.wait_for("the lower level", lambda: quiet.call("echo", text="x") and level() == "error")
+
+
+def test_log_messages_of_two_hosts_calls_at_once_reach_each_its_own(lab):
+    """What logs is learned; calls of it by hosts that want log messages take turns, for a while."""
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")})
+    one, two = lab.host("curious"), lab.host("curious")
+    for host in (one, two):
+        host.ask("logging/setLevel", {"level": "info"})
+    open_gate, gate, late = lab.path("open"), lab.path("gate"), lab.path("late")
+    open(open_gate, "w").close()
+    one.call("mutter", text="alone", until=open_gate)
+    two.call("hold", until=open_gate)
+
+    def said(host):
+        host.settle()
+        return [m["params"]["data"] for m in host.all("notifications/message")]
+    # One that is known to be quiet is no candidate; the other one that logs waits until it cannot be mistaken.
+    quiet = two.begin("hold", until=gate)
+    first = one.begin("mutter", text="one", until=gate)
+    lab.wait_begun("curious", count=4)
+    second = two.begin("mutter", text="two", until=gate)
+    assert two.call("echo", text="not held up") == "not held up"
+    assert len(lab.seen("curious", "begin")) == 5
+    open(gate, "w").close()
+    for host, call in ((two, quiet), (one, first), (two, second)):
+        host.result(call)
+    assert (said(one), said(two)) == (["alone"] * 2 + ["one"] * 2, ["two"] * 2)
+    # Nobody waits for long on account of log messages: then they are nobody's.
+    first = one.begin("mutter", text="long", until=late)
+    second = two.begin("mutter", text="longer", until=late)
+    lab.wait_begun("curious", count=8)
+    open(late, "w").close()
+    assert text_of(one.result(first)) + text_of(two.result(second)) == "longlonger"
+    assert said(one)[4:5] == ["long"] and "longer" not in said(one) and "long" not in said(two)
+    # All of it is known to the next daemon as well.
+    lab.command("stop")
+    os.unlink(gate)
+    first = one.begin("mutter", text="anew", until=gate)
+    lab.wait_begun("curious", count=9)
+    second = two.begin("mutter", text="again", until=gate)
+    assert two.call("echo", text="x") == "x"
+    open(gate, "w").close()
+    one.result(first), two.result(second)
+    assert said(one)[-2:] == ["anew"] * 2 and said(two)[-2:] == ["again"] * 2
 
 
 # ---------------------------------------------------------------------------
