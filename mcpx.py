@@ -6682,22 +6682,63 @@ def decode_header(text):
         raise EnvelopeError(HEADER_MISMATCH, "a header has a bad base64 form")
 
 
+HEADER_ANNOTATION = "x-mcp-header"
+# Members of a JSON schema whose values are data, not schemas.
+SCHEMA_DATA = frozenset(("default", "const", "enum", "examples"))
+
+
+def named_header(schema):
+    """Return the header that a property's schema names by a valid `x-mcp-header`, in lower case, or None.
+
+    MCP 2026-07-28, server/tools: a token of RFC 9110, on strings, integers and booleans.
+    """
+    header = schema.get(HEADER_ANNOTATION)
+    if isinstance(header, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header) and schema.get("type") in (
+            "string", "integer", "boolean"):
+        return header.lower()
+    return None
+
+
 def header_parameters(schema, path=(), found=None):
     """Return {header name in lower case: (path, type)} of a tool's `x-mcp-header` annotations.
 
-    MCP 2026-07-28, server/tools: on strings, integers and booleans that are reachable through
-    `properties` alone; others are ignored here.
+    MCP 2026-07-28, server/tools: those that are reachable through `properties` alone, and
+    unique; others are ignored here.
     """
     found = {} if found is None else found
     properties = schema.get("properties") if isinstance(schema, dict) else None
     for name, inner in (properties or {}).items() if isinstance(properties, dict) else ():
         if isinstance(inner, dict):
-            header = inner.get("x-mcp-header")
-            if isinstance(header, str) and re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", header) and inner.get("type") in (
-                    "string", "integer", "boolean"):
-                found["mcp-param-" + header.lower()] = (path + (name,), inner["type"])
+            header = named_header(inner)
+            if header is not None:
+                found.setdefault("mcp-param-" + header, (path + (name,), inner["type"]))
             header_parameters(inner, path + (name,), found)
     return found
+
+
+def without_bad_headers(schema, seen, reachable=True):
+    """Return a tool's input schema without the `x-mcp-header` annotations that are not valid.
+
+    One of them would make an HTTP client drop the whole tool (D-23). `seen` collects the
+    headers that are taken; `reachable` says that only `properties` lead here.
+    """
+    if isinstance(schema, list):
+        return [without_bad_headers(part, seen, False) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for member, value in schema.items():
+        if member == HEADER_ANNOTATION:
+            header = named_header(schema)
+            if not reachable or header is None or header in seen:
+                continue
+            seen.add(header)
+        elif member == "properties" and isinstance(value, dict):
+            value = {name: without_bad_headers(inner, seen, reachable) for name, inner in value.items()}
+        elif member not in SCHEMA_DATA:
+            value = without_bad_headers(value, seen, False)
+        kept[member] = value
+    return kept
 
 
 def check_parameter_headers(tool, arguments, headers):
@@ -6860,7 +6901,11 @@ class ModernRequest(Host):
     def list_page(self, kind, cursor):
         """Return one page of a list as encoded result bytes, with caching hints."""
         size = self.core.config.get("list.pageSize")
-        page = parse_json(self.surface.page(kind, MODERN, cursor, size))
+        data = self.surface.page(kind, MODERN, cursor, size)
+        page = parse_json(data)
+        if self.headers is not None and kind == "tools" and HEADER_ANNOTATION.encode() in data:
+            page["tools"] = [dict(tool, inputSchema=without_bad_headers(tool.get("inputSchema"), set()))
+                             for tool in page["tools"]]
         page.update(resultType="complete", ttlMs=LIST_TTL_MS, cacheScope="private",
                     _meta={META_SERVER_INFO: self.server_info()})
         return encode_json(page)
@@ -7280,6 +7325,7 @@ class ModernTask:
         self.closed = False
         self.result_call = None          # the open tasks/result of a core task
         self.outcome = None              # ("result" or "error", value) of a core task that is over
+        self.final = None                # what tasks/get shows once it is over, also when its instance has gone
         self.timer = None
 
     def can_answer(self, question):
@@ -7341,6 +7387,9 @@ class ModernTasks:
         if task is None or not self._may_see(request, call, task):
             raise RpcError(INVALID_PARAMS, "unknown task")
         call.line, call.identity, call.task = None, task.identity, task
+        if task.final is not None:
+            call.finish({"result": task.final if call.method == "tasks/get" else {"resultType": "complete"}})
+            return
         if task.is_core:
             CORE_TASK_STEPS[call.method](self, request, call, task)
             return
@@ -7393,7 +7442,15 @@ class ModernTasks:
         result = dict(result, resultType="complete")
         if result.get("taskId") == call.task.upstream_id:
             result["taskId"] = call.task.id
+        self._note_final(call.task, result)
         return result
+
+    def _note_final(self, task, shown):
+        """A task that is over needs its instance no longer."""
+        if shown.get("status") in TERMINAL_STATUSES:
+            task.final = shown
+            task.slot.tasks.discard(task.upstream_id)
+            self.core.pool.wake(task.slot)
 
     # -- core tasks ----------------------------------------------------------------------
 
@@ -7445,7 +7502,9 @@ class ModernTasks:
             shown["status"] = "input_required"
             shown["inputRequests"] = {key: {"method": q.method, "params": params_of_question(q, ["one"])}
                                       for key, q in task.keys.items()}
-        call.finish({"result": dict(shown, resultType="complete")})
+        shown["resultType"] = "complete"
+        self._note_final(task, shown)
+        call.finish({"result": shown})
 
     def core_update(self, _request, call, task):
         """tasks/update: answers to the task's questions; keys that are not open are ignored."""
@@ -7474,7 +7533,7 @@ class ModernTasks:
 
     def on_gone(self, instance):
         """An instance has ended, and its tasks with it."""
-        for task in [t for t in self.by_id.values() if t.slot is instance.slot]:
+        for task in [t for t in self.by_id.values() if t.slot is instance.slot and t.final is None]:
             self.forget(task)
 
 

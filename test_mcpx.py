@@ -528,7 +528,8 @@ class Tasks(Upstream):
         self.open = {}  # task id -> [task, its result or None]
 
     def tools(self):
-        return [dict(tool, execution={"taskSupport": "optional"}) if tool["name"] == "hold" else tool
+        support = self.options.get("--support", "optional")
+        return [dict(tool, execution={"taskSupport": support}) if tool["name"] == "hold" else tool
                 for tool in super().tools()]
 
     def on_request(self, message):
@@ -4004,6 +4005,47 @@ def web_lab(tmp_path_factory):
 @pytest.fixture
 def web(web_lab):
     return web_lab.web
+
+
+def test_header_annotations_that_are_not_valid_are_not_shown_over_http():
+    good = {"type": "string", "x-mcp-header": "Region"}
+    schema = {"type": "object", "default": {"x-mcp-header": "kept: it is data"}, "properties": {
+        "region": good, "again": dict(good, **{"x-mcp-header": "REGION"}), "x-mcp-header": {"type": "string"},
+        "number": {"type": "number", "x-mcp-header": "N"}, "token": {"type": "string", "x-mcp-header": "a b"},
+        "deep": {"type": "object", "properties": {"flag": {"type": "boolean", "x-mcp-header": "Flag"}}},
+        "list": {"type": "array", "items": {"type": "string", "x-mcp-header": "Item"}}},
+        "anyOf": [{"properties": {"other": {"type": "string", "x-mcp-header": "Other"}}}]}
+    before = json.dumps(schema)
+    clean = mcpx.without_bad_headers(schema, set())
+    assert json.dumps(schema) == before
+    properties = clean["properties"]
+    assert properties["region"] == good and properties["x-mcp-header"] == {"type": "string"}
+    assert properties["deep"]["properties"]["flag"]["x-mcp-header"] == "Flag"
+    assert clean["default"] == schema["default"]
+    left = json.dumps([properties["again"], properties["number"], properties["token"], properties["list"], clean["anyOf"]])
+    assert "x-mcp-header" not in left
+    assert set(mcpx.header_parameters(clean)) == {"mcp-param-region", "mcp-param-flag"}
+
+
+@pytest.mark.parametrize("scope", ["call", "global"])
+def test_a_task_that_is_over_can_be_looked_at_again(lab, scope):
+    """Its instance need not stay for that: one of `call` scope ends with the task."""
+    web = Web(lab, demo=demo(), tasks=lab.role("tasks", "tasks", "--support", "required", scope=scope))
+    extension = {"io.modelcontextprotocol/clientCapabilities": {"extensions": {"io.modelcontextprotocol/tasks": {}}}}
+    gate = lab.path("gate")
+    task = web.modern("tasks", "tools/call", {"name": "hold", "arguments": {"until": gate}}, extension)[1][-1]["result"]
+    assert task["resultType"] == "task" and task["status"] == "working"
+
+    def look():
+        return web.modern("tasks", "tasks/get", {"taskId": task["taskId"]}, extension)[1][-1]["result"]
+    assert look()["status"] == "working"
+    open(gate, "w").close()
+    lab.wait_for("the end of the task", lambda: look()["status"] == "completed")
+    if scope == "call":
+        lab.wait_for("the end of its instance", lambda: lab.instances("tasks") == [])
+    for _ in range(2):
+        assert look()["result"]["content"] == [{"type": "text", "text": "held"}]
+    assert lab.status()["tables"]["tasks"] == 1
 
 
 def sessions_do_not_share(web):
