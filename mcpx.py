@@ -338,18 +338,27 @@ def _refuse_constant(name):
     raise ValueError("%s is not JSON" % name)
 
 
+def _finite(text):
+    """1e999 is a number to JSON; Python reads it as infinity, which nobody can write down again."""
+    value = float(text)
+    if value - value != 0:
+        raise ValueError("the number %s is out of range" % text[:40])
+    return value
+
+
 _decode = None
 
 
 def parse_json(line):
     """Return the value of one line of JSON. Raises RpcError(PARSE_ERROR) with the reason.
 
-    Stricter than `json.loads`: the bytes must be UTF-8 and NaN or Infinity is refused, as
-    the peer at the other side may be strict. A byte-order mark is tolerated.
+    Stricter than `json.loads`: the bytes must be UTF-8 and NaN, Infinity or a number beyond
+    a double's range is refused, as the peer at the other side may be strict. A byte-order
+    mark is tolerated.
     """
     global _decode
     if _decode is None:
-        _decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
+        _decode = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant).decode
     try:
         if line[:3] == b"\xef\xbb\xbf":
             line = line[3:]
@@ -378,7 +387,6 @@ def encode_json(value):
     except UnicodeEncodeError:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
     except (ValueError, RecursionError) as error:
-        # 1e999 is a JSON number that Python reads as infinity and cannot write again.
         raise RpcError(INTERNAL_ERROR, "cannot pass this message on: %s" % error)
 
 
@@ -808,11 +816,12 @@ def refusal_of_question(method, params, revision):
 
 def _sampling_kinds(params):
     kinds = set()
-    for message in params.get("messages") or ():
+    messages = params.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for block in content if isinstance(content, list) else [content]:
-            if isinstance(block, dict):
-                kinds.add(block.get("type"))
+            if isinstance(block, dict) and isinstance(block.get("type"), str):
+                kinds.add(block["type"])
     return kinds
 
 
@@ -2111,7 +2120,7 @@ class Loop:
             except ChildProcessError:
                 done, status = pid, 0
             if done:
-                self._guard(self._children.pop(pid), status)
+                self.guard(self._children.pop(pid), status)
 
     def in_thread(self, work, on_done, timeout):
         """Run `work()` in a thread; `on_done(value, error)` is called from the loop.
@@ -2169,12 +2178,12 @@ class Loop:
         for key, mask in events:
             callback = key.data
             if callback is not None:
-                self._guard(callback, mask)
+                self.guard(callback, mask)
         self._run_due()
         while self._soon:
-            self._guard(self._soon.popleft())
+            self.guard(self._soon.popleft())
         for hook in self.turn_hooks:
-            self._guard(hook)
+            self.guard(hook)
         self._finish_turn()
 
     def stop(self):
@@ -2207,7 +2216,7 @@ class Loop:
         while self._timers and self._timers[0].at <= now:
             timer = heapq.heappop(self._timers)
             if not timer.cancelled:
-                self._guard(timer.callback)
+                self.guard(timer.callback)
 
     def _finish_turn(self):
         for _ in range(8):
@@ -2215,12 +2224,12 @@ class Loop:
                 return
             dirty, self._dirty = self._dirty, []
             for stream in dirty:
-                self._guard(stream.flush)
+                self.guard(stream.flush)
             closing, self._closing = self._closing, []
             for stream in closing:
-                self._guard(stream.finish_close)
+                self.guard(stream.finish_close)
             while self._soon:
-                self._guard(self._soon.popleft())
+                self.guard(self._soon.popleft())
 
     def _on_wake(self, _mask):
         try:
@@ -2230,9 +2239,9 @@ class Loop:
         for number in set(numbers):
             callback = self._signals.get(number)
             if callback is not None:
-                self._guard(callback)
+                self.guard(callback)
 
-    def _guard(self, callback, *args):
+    def guard(self, callback, *args):
         """A mistake in one callback must not end the loop: log it and go on."""
         try:
             callback(*args)
@@ -2243,6 +2252,8 @@ class Loop:
                 owner.close("internal error")
 
 
+# So many lines of one stream are handed on in a turn; the others' turn comes before the rest.
+LINES_A_TURN = 200
 # A peer that does not take the rest of an answer for this long does not want it.
 CLOSE_WAIT_S = 30.0
 
@@ -2270,6 +2281,7 @@ class Stream:
         self._read_size = READ_BYTES
         self._dirty = self._wants_write = self._closed = self._read_ended = False
         self._end_when_flushed = self._paused = False
+        self._backlog = []               # lines that are left for the next turns; nothing is read meanwhile
         self._close_reason = None        # why it closes once all is written
         self._reason = None
         for fd in {read_fd, write_fd} - {None}:
@@ -2376,6 +2388,7 @@ class Stream:
         """Called by the loop: write what is left without waiting, then let go of everything."""
         if self.read_fd is None and self.write_fd is None:
             return
+        self._backlog = []
         self.note_unread()
         if self._queue and self.write_fd is not None:
             try:
@@ -2401,6 +2414,9 @@ class Stream:
             self._read()
             if self.received_at == before:
                 break
+        backlog, self._backlog = self._backlog, []
+        if backlog:
+            self.on_lines(backlog)
         self._give_rest()
 
     def _join(self):
@@ -2418,7 +2434,7 @@ class Stream:
             return
         self._wants_write = wanted
         if self.write_fd == self.read_fd:
-            self.loop.change(self.write_fd, (2 if wanted else 0) | (0 if self._paused else 1), self._on_ready)
+            self._watch_reading()
         else:
             self.loop.change(self.write_fd, 2 if wanted else 0, self._on_writable)
 
@@ -2465,6 +2481,22 @@ class Stream:
             self.on_data(data)
             return
         lines = self.lines.feed(data)
+        if self._backlog:
+            self._backlog += lines
+        elif len(lines) > LINES_A_TURN:
+            self._backlog = lines
+            self._hand_on()
+        elif lines:
+            self.on_lines(lines)
+
+    def _hand_on(self):
+        """Hand on what one turn may take of the backlog; reading goes on when it is empty."""
+        if self._closed:
+            return
+        lines, self._backlog = self._backlog[:LINES_A_TURN], self._backlog[LINES_A_TURN:]
+        if self._backlog:
+            self.loop.call_later(0, self._hand_on)
+        self._watch_reading()
         if lines:
             self.on_lines(lines)
 
@@ -2473,8 +2505,13 @@ class Stream:
         if self.read_fd is None or self._closed or paused == self._paused:
             return
         self._paused = paused
-        events = (0 if paused else 1) | (2 if self._wants_write and self.write_fd == self.read_fd else 0)
-        self.loop.change(self.read_fd, events, self._on_ready)
+        self._watch_reading()
+
+    def _watch_reading(self):
+        if self.read_fd is not None:
+            reads = 0 if self._paused or self._backlog or self._read_ended else 1
+            writes = 2 if self._wants_write and self.write_fd == self.read_fd else 0
+            self.loop.change(self.read_fd, reads | writes, self._on_ready)
 
     def _ended(self, reason):
         if not self._read_ended:
@@ -2632,7 +2669,8 @@ class Upstream:
             elif isinstance(error, dict) and error.get("code") in (
                     HEADER_MISMATCH, MISSING_CAPABILITY, UNSUPPORTED_VERSION):
                 data = error.get("data") if isinstance(error.get("data"), dict) else {}
-                if any(version in LEGACY_REVISIONS for version in data.get("supported") or ()):
+                supported = data.get("supported")
+                if isinstance(supported, list) and any(version in LEGACY_REVISIONS for version in supported):
                     legacy("it supports legacy revisions")
                 else:
                     finish(StartFailed("it speaks %s; mcpx speaks %s" % (data.get("supported"), ", ".join(REVISIONS))))
@@ -2687,9 +2725,11 @@ class Upstream:
 
     def _on_acknowledged(self, params):
         meta = params.get("_meta") if isinstance(params.get("_meta"), dict) else {}
-        waiting = self.listens.get(meta.get(META_SUBSCRIPTION)) or []
+        wire_id = meta.get(META_SUBSCRIPTION)
+        waiting = (self.listens.get(wire_id) if is_valid_id(wire_id) else None) or []
         honoured = params.get("notifications") if isinstance(params.get("notifications"), dict) else {}
-        uris = honoured.get("resourceSubscriptions") or ()
+        uris = honoured.get("resourceSubscriptions")
+        uris = uris if isinstance(uris, list) else ()
         calls, waiting[:] = list(waiting), []
         for call in calls:
             uri = call.params.get("uri")
@@ -2902,9 +2942,16 @@ class Upstream:
         # answered by a retry) must hold the instance before it can come to rest.
         lease, call.instance = call.instance, None
         call.over = True
-        if not call.cancelled:
-            call.finish(message, line)
-        self.owner.on_settled(call, lease)
+        try:
+            if not call.cancelled:
+                call.finish(message, line)
+        except Exception:
+            # Whatever there is in it that we cannot take: who asked gets an answer.
+            self.owner.on_mistake(traceback.format_exc())
+            call.on_finish(call, {"error": RpcError(
+                INTERNAL_ERROR, "the server's answer cannot be passed on; mcpx's log has more").as_object()}, None)
+        finally:
+            self.owner.on_settled(call, lease)
 
     def _on_progress(self, message):
         params = message.get("params") or {}
@@ -3527,7 +3574,7 @@ class Pool:
     """Instances by (server, definition, key): lease, queue, idle, caps, back-off, health.
 
     listener.on_question / on_notification / on_ready / on_gone(instance) are told what
-    happens on instances.
+    happens on instances; listener.waiting_hosts(instance) tells whose calls wait for answers.
     """
 
     def __init__(self, loop, log, config, incarnation, directories):
@@ -4284,7 +4331,7 @@ class Pool:
             if instance in warm:
                 warm.remove(instance)
         slot = instance.slot
-        self.listener.on_gone(instance)
+        self.loop.guard(self.listener.on_gone, instance)
         if slot is not None and slot.leaving is instance:
             slot.leaving = None
             if slot.subscriptions and not slot.ended and not self.draining:
@@ -4297,6 +4344,7 @@ class Pool:
             for other in list(self.by_server.get(instance.definition.server.name, ())):
                 if other is not slot and other.instance is None and (other.queue or other.waiters):
                     self.loop.soon(lambda other=other: self.wake(other))
+        self.listener.on_free()
 
     def _orphans_cleared(self):
         for slot in list(self.slots.values()):
@@ -4431,12 +4479,17 @@ class Pool:
 def overlaps(instance, call):
     """Is a call of another host in flight whose questions or log messages could be taken for this one's?
 
-    Log messages count for a caller that has asked for them.
+    Log messages count for a caller that has asked for them. A call that waits for an answer
+    asks nothing meanwhile, so that a person who thinks holds up nobody.
     """
     logs = call.logs and call.host.level is not None and not call.turn_over
-    return (call.asks or logs) and any(
-        (call.asks and other.asks or logs and other.logs) and other.host is not call.host and not other.cancelled
-        for other in instance.upstream.in_flight.values())
+    others = [other for other in instance.upstream.in_flight.values()
+              if (call.asks and other.asks or logs and other.logs) and other.host is not call.host and not other.cancelled
+              ] if call.asks or logs else ()
+    if not others:
+        return False
+    waiting = instance.pool.listener.waiting_hosts(instance)
+    return any(logs and other.logs or other.host not in waiting for other in others)
 
 
 def launcher_key(argv):
@@ -4493,6 +4546,8 @@ class Schema:
         self.waiters = []
         self.filling = False
         self.suspects = {}               # those of `asking` not seen for sure -> clean calls that clear them
+        self.clean = set()               # tools and prompts a call of which has ended without a question
+        self.at_once = set()             # those that have asked again while their first question was open
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self.heard = {}                  # Call.subject -> [whether it logs, until when that counts]
         self._encoded = {}               # (kind, revision, offset) -> result bytes
@@ -4778,6 +4833,8 @@ class SchemaStore:
 
     def note_clean(self, schema, name):
         """A call of a tool has ended without asking."""
+        if len(schema.clean) < 10000 and name is not None:
+            schema.clean.add(name)
         left = schema.suspects.get(name)
         if left is not None:
             schema.suspects[name] = left - 1
@@ -5008,6 +5065,8 @@ def template_matches(template, uri):
 
 # How long other calls are held back while it is found out whose question it is.
 QUIESCE_S = 2.0
+# A server that asks several things at once has asked them all within this.
+ASKED_ALL_S = 1.0
 # A model's turn cannot be taken by a person later: sampling without a host is refused soon.
 OPEN_SAMPLING_S = 10.0
 
@@ -5018,8 +5077,8 @@ QUESTION_CAPABILITY = {"elicitation/create": "elicitation", "sampling/createMess
 class Question:
     """A request from an upstream on its way to a host, or waiting for somebody to answer it."""
 
-    __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "call", "asked_wall",
-                 "deadline_at", "timer", "settled", "why_open", "on_answer", "candidates")
+    __slots__ = ("id", "instance", "upstream_id", "method", "params", "host", "call", "asked_wall", "asked_at",
+                 "deadline_at", "timer", "settled", "why_open", "on_answer", "candidates", "reply")
 
     def __init__(self, question_id, instance, upstream_id, method, params):
         self.id, self.instance, self.upstream_id = question_id, instance, upstream_id
@@ -5027,17 +5086,17 @@ class Question:
         self.host = self.call = self.timer = self.deadline_at = self.why_open = None
         self.on_answer = None            # takes the answer instead of the upstream
         self.candidates = []             # calls that can have asked, while it is not known which did
-        self.asked_wall = time.time()
+        self.asked_wall, self.asked_at = time.time(), time.monotonic()
         self.settled = False
+        self.reply = None                # the answer, while it is not the upstream's turn to get it
 
 
 class Questions:
     """All questions that are not answered yet, by our id and by the upstream's."""
 
-    def __init__(self, loop, log, config, new_id, note_asking):
-        self.loop, self.log, self.config, self.new_id = loop, log, config, new_id
+    def __init__(self, loop, log, config, new_id, schemas):
+        self.loop, self.log, self.config, self.new_id, self.schemas = loop, log, config, new_id, schemas
         self.owner_of_task = lambda instance, task_id: None     # set by who knows the tasks
-        self.note_asking = note_asking   # (instance, name of the tool that was seen to ask)
         self.by_id = {}                  # our id -> Question
         self.by_upstream = {}            # (instance id, upstream's id) -> Question
         self._unattributed = []          # questions of instances that are being quiesced
@@ -5129,7 +5188,7 @@ class Questions:
             if other.instance is question.instance:
                 candidates += [call for call in other.candidates
                                if call.cancelled and not call.over and call not in candidates]
-        question.candidates = candidates
+        question.candidates = candidates = self._without_waiting(question.instance, candidates)
         hosts = {call.host for call in candidates}
         if len(hosts) == 1:
             self._found(question, candidates)
@@ -5143,12 +5202,63 @@ class Questions:
                 # MCP SEP-2260: a question belongs to a request that is being processed.
                 self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
 
+    def waiting_hosts(self, instance, settled=True):
+        """Return the hosts all of whose calls on an instance wait for an answer: they ask nothing more.
+
+        With `settled`, those whose server has been seen to ask several things at once count
+        only when it has had the time for that.
+        """
+        asked = collections.Counter()
+        newest = {}
+        for question in self.by_id.values():
+            if question.instance is instance and question.call is not None and question.on_answer is None:
+                asked[question.call.host] += 1
+                newest[question.call.host] = question.asked_at
+        if not asked:
+            return set()
+        calls, at_once = possible_calls(instance), self.schemas.of_instance(instance).at_once
+        now, hosts = time.monotonic(), set()
+        for host, count in asked.items():
+            mine = [call for call in calls if call.host is host]
+            if len(mine) <= count and not (settled and now - newest[host] < ASKED_ALL_S
+                                           and any(name_of(call) in at_once for call in mine)):
+                hosts.add(host)
+        return hosts
+
+    def _without_waiting(self, instance, calls):
+        """Leave out the calls that wait for an answer, where another one can have asked."""
+        waiting = self.waiting_hosts(instance)
+        schema = self.schemas.of_instance(instance)
+        active = [call for call in calls if call.host not in waiting]
+        if any(call.asks or name_of(call) not in schema.clean for call in active):
+            return active
+        if len({call.host for call in calls}) == 1 and not active and len(schema.at_once) < 10000:
+            schema.at_once |= {name_of(call) for call in calls}
+        return calls
+
+    def _others_may_ask(self, question):
+        """Does another host's call run that asks, so that what this one asks next could be taken for its?"""
+        call, instance = question.call, question.instance
+        if call is None or question.on_answer is not None or not call.asks:
+            return False
+        others = [other for other in instance.upstream.in_flight.values()
+                  if other.asks and other.host is not call.host and not other.cancelled]
+        return bool(others) and not {other.host for other in others} <= self.waiting_hosts(instance)
+
+    def _turn_is_free(self, instance):
+        """A call that asks has ended, or waits: the next one goes on, with its answer or from the start."""
+        for question in list(self.by_id.values()):
+            if question.reply is not None and question.instance is instance and not self._others_may_ask(question):
+                self._settle(question, question.reply)
+        if instance.slot is not None and instance.slot.askers:
+            instance.pool.wake(instance.slot)
+
     def _found(self, question, calls):
         """It is known whose question it is: one of these calls has asked."""
         question.candidates = []
         names = {name_of(call) for call in calls}
         if len(names) == 1:
-            self.note_asking(question.instance, next(iter(names)))
+            self.schemas.note_asking(question.instance, next(iter(names)))
         self._to_host(question, calls[0].host, calls)
 
     def _quiesce(self, question):
@@ -5162,7 +5272,7 @@ class Questions:
                 self._unattributed.remove(question)
                 for call in self._left(question):
                     # What could not finish has perhaps asked; who proves otherwise is forgotten.
-                    self.note_asking(question.instance, name_of(call), suspected=True)
+                    self.schemas.note_asking(question.instance, name_of(call), suspected=True)
                 self._release(slot)
                 self._leave_open(question, "calls of several hosts are in flight on a shared instance")
         self.loop.call_later(QUIESCE_S, give_up)
@@ -5197,6 +5307,8 @@ class Questions:
                 self._found(question, left)
             else:
                 self._refuse(question, RpcError(INVALID_PARAMS, "the request that this belonged to is over"))
+        if self.by_id:
+            self._turn_is_free(instance)
 
     def _release(self, slot):
         if not any(q.instance.slot is slot for q in self._unattributed):
@@ -5211,7 +5323,10 @@ class Questions:
         # Where it is one of several calls of this host, rather one of a tool that asks.
         question.call = ([call for call in active if call.asks] or active or [None])[-1]
         if question.call is not None:
-            question.call.has_asked = True
+            question.call.has_asked = question.call.asks = True
+            self.loop.soon(lambda: self._turn_is_free(question.instance))
+            if name_of(question.call) in self.schemas.of_instance(question.instance).at_once:
+                self.loop.call_later(ASKED_ALL_S, lambda: self._turn_is_free(question.instance))
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
@@ -5264,6 +5379,14 @@ class Questions:
             if isinstance(result, dict):
                 result = self._task_for_upstream(question.instance, question.host, self._note_task(question, result))
                 message = {"result": result}
+        if self._others_may_ask(question):
+            # Two that ask must not go on at once: a moment for the other to ask or to end.
+            question.reply = message
+            if question.host is not None:
+                question.host.questions.pop(question.id, None)
+            question.timer.cancel()
+            question.timer = self.loop.call_later(QUIESCE_S, lambda: self._settle(question, message))
+            return
         self._settle(question, message)
 
     def _refuse(self, question, error):
@@ -5748,8 +5871,8 @@ class Host:
         """What it did not do is learned too: its tool may have been suspected of asking."""
         if call.schema is not None and call.slot is not None:
             self.core.schemas.note_quiet(call)
-        if call.asks and not call.has_asked and call.schema is not None and call.schema.suspects:
-            self.core.schemas.note_clean(call.schema, name_of(call))
+            if not call.has_asked:
+                self.core.schemas.note_clean(call.schema, name_of(call))
 
     def _mark_restarted(self, call, result):
         """State is not lost in silence: say once that another instance answers now, and why."""
@@ -5997,7 +6120,7 @@ class LegacyHost(Host):
         if schema is not None and schema.revision in MODERN_REVISIONS:
             result = strip_modern_result(result)
         if call.method == "tools/call":
-            if "task" in result and isinstance(result["task"], dict) and "content" not in result:
+            if is_core_task(result):
                 result = self.core.tasks.created(call, result)
             elif call.identity.named:
                 self._note_uris(call, result)
@@ -6019,7 +6142,8 @@ class LegacyHost(Host):
 
     def _note_elicitations(self, call, error):
         if error.get("code") == -32042 and isinstance(error.get("data"), dict):
-            for elicitation in error["data"].get("elicitations") or ():
+            elicitations = error["data"].get("elicitations")
+            for elicitation in elicitations if isinstance(elicitations, list) else ():
                 if isinstance(elicitation, dict) and call.slot is not None:
                     self.core.note_elicitation(call.slot, elicitation.get("elicitationId"), self)
 
@@ -6578,11 +6702,10 @@ class Tasks:
 
         def finished(_call, message, line):
             result = message.get("result")
-            inner = result.get("task") if isinstance(result, dict) else None
-            if not isinstance(inner, dict) or "content" in result:
+            if not isinstance(result, dict) or not is_core_task(result):
                 finish(call, message, line)
                 return
-            follow = Call("tasks/result", {"taskId": inner.get("taskId")}, fetched, host, call.host_id, call.seq,
+            follow = Call("tasks/result", {"taskId": result["task"]["taskId"]}, fetched, host, call.host_id, call.seq,
                           call.identity)
             follow.schema = call.schema
             self.core.pool.submit(follow, call.slot)
@@ -7305,9 +7428,15 @@ class HeldCalls:
         MODERN_HANDLERS[call.method](request, call)
 
 
+def is_core_task(result):
+    """Is this the creation of a core task of 2025-11-25?"""
+    inner = result.get("task")
+    return isinstance(inner, dict) and isinstance(inner.get("taskId"), str) and "content" not in result
+
+
 def is_task_result(result):
     """Is this the creation of a task: flat as in the extension, or nested as in 2025-11-25?"""
-    return result.get("resultType") == "task" or (isinstance(result.get("task"), dict) and "content" not in result)
+    return is_core_task(result) or (result.get("resultType") == "task" and isinstance(result.get("taskId"), str))
 
 
 class ModernTask:
@@ -7365,8 +7494,8 @@ class ModernTasks:
 
     def created(self, request, call, result):
         """A tools/call became a task: register it first, then return the flat result with our id."""
-        inner = result["task"] if isinstance(result.get("task"), dict) else result
-        is_core = inner is not result
+        is_core = is_core_task(result)
+        inner = result["task"] if is_core else result
         task = ModernTask(self.core, secrets.token_urlsafe(18), inner.get("taskId"), call, request.capabilities, is_core)
         self.by_id[task.id] = task
         task.slot.tasks.add(task.upstream_id)
@@ -7700,6 +7829,8 @@ MAX_KEPT_EVENTS = 1000
 MAX_KEPT_BYTES = 32 << 20
 # How long a finished stream can still be resumed.
 RESUME_S = 300.0
+# Pieces (heads, bodies, chunks) that are taken from one connection in a turn.
+HTTP_STEPS_A_TURN = 64
 ACCEPTED_STATUS = 202
 HTTP_REASONS = {200: "OK", 202: "Accepted", 204: "No Content", 400: "Bad Request", 401: "Unauthorized",
                 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 406: "Not Acceptable",
@@ -7732,18 +7863,81 @@ def check_raw_head(head):
     for line in lines[1:]:
         if line[:1] in (b" ", b"\t"):
             raise HttpError(400, "a folded header line")
-        name, colon, _ = line.partition(b":")
+        name, colon, value = line.partition(b":")
         if line and (not colon or not name or name[-1:] in (b" ", b"\t")):
             raise HttpError(400, "a header line without a name, or with a space before its colon")
+        # White space is SP and HTAB (RFC 9110, 5.6.3); Python strips more than that.
+        if value.translate(None, CONTROL_BYTES) != value:
+            raise HttpError(400, "a header has a control character in its value")
+
+
+CONTROL_BYTES = bytes(byte for byte in list(range(32)) + [127] if byte != 9)
+
+
+class Headers:
+    """The header fields of a request, found by their names in any case."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, pairs):
+        self._values = {}
+        for name, value in pairs:
+            self._values.setdefault(name.lower(), []).append(value.strip(" \t"))
+
+    def get_all(self, name):
+        """Return all values of a field, or None."""
+        return self._values.get(name.lower())
+
+    def get(self, name, default=None):
+        """Return the first value of a field."""
+        values = self._values.get(name.lower())
+        return values[0] if values else default
+
+    def __getitem__(self, name):
+        return self._values[name.lower()][0]
+
+
+_plain_request = _plain_field = None
+
+
+def parse_plain_head(head):
+    """Return what `parse_head` does for a head as clients usually write it, else None.
+
+    `http.server` takes ten times as long; it has the last word on everything unusual.
+    """
+    global _plain_request, _plain_field
+    if _plain_request is None:
+        _plain_request = re.compile(rb"(GET|POST|DELETE) (/[!-~]*) HTTP/1\.1").fullmatch
+        _plain_field = re.compile(rb"([0-9A-Za-z!#$%&'*+.^_`|~-]+):[ \t]*([ -~]*)").fullmatch
+    first, *lines = head.split(b"\r\n")
+    request = _plain_request(first)
+    fields = [_plain_field(line) for line in lines]
+    if request is None or None in fields or b"//" == request.group(2)[:2]:
+        return None
+    headers = Headers([(field.group(1).decode("ascii"), field.group(2).decode("ascii")) for field in fields])
+    return request.group(1).decode("ascii"), request.group(2).decode("ascii"), "HTTP/1.1", headers
 
 
 _head_parser = None
 
 
 def parse_head(head):
-    """Return (method, target, HTTP version, headers) of a request's head. Raises HttpError."""
-    global _head_parser
+    """Return (method, target, HTTP version, Headers) of a request's head. Raises HttpError."""
     check_raw_head(head)
+    command, path, version, headers = parse_plain_head(head) or parse_any_head(head)
+    if version == "HTTP/1.1" and headers.get("Host") is None:
+        raise HttpError(400, "the header Host is missing")
+    for name in ("Host", "Content-Length", "Transfer-Encoding"):
+        if len(headers.get_all(name) or ()) > 1:
+            raise HttpError(400, "the header %s stands twice" % name)
+    if headers.get("Content-Length") is not None and headers.get("Transfer-Encoding") is not None:
+        raise HttpError(400, "both Content-Length and Transfer-Encoding")
+    return command, path, version, headers
+
+
+def parse_any_head(head):
+    """Parse a head with `http.server`. Raises HttpError."""
+    global _head_parser
     if _head_parser is None:
         import http.server
         import io
@@ -7771,14 +7965,7 @@ def parse_head(head):
         raise HttpError(400, "the headers are malformed")
     if parser.request_version == "HTTP/0.9":
         raise HttpError(505, "HTTP/0.9 is not served")
-    if parser.request_version == "HTTP/1.1" and headers.get("Host") is None:
-        raise HttpError(400, "the header Host is missing")
-    for name in ("Host", "Content-Length", "Transfer-Encoding"):
-        if len(headers.get_all(name) or ()) > 1:
-            raise HttpError(400, "the header %s stands twice" % name)
-    if headers.get("Content-Length") is not None and headers.get("Transfer-Encoding") is not None:
-        raise HttpError(400, "both Content-Length and Transfer-Encoding")
-    return parser.command, parser.path, parser.request_version, headers
+    return parser.command, parser.path, parser.request_version, Headers(headers.items())
 
 
 class HttpConnection:
@@ -7793,7 +7980,7 @@ class HttpConnection:
         self.body, self.left, self.chunked = [], 0, False
         self.body_size = 0
         self.since = time.monotonic()    # when the request that is being read began
-        self.closing = False
+        self.closing = self.advances = False
         front.connections.add(self)
 
     def _on_data(self, data):
@@ -7803,14 +7990,31 @@ class HttpConnection:
         limit = self.front.core.config.get("limits.lineBytes")
         if self.exchange is not None and len(self.buffer) > 1 << 20:
             self.stream.pause(True)      # pipelined faster than it is answered
-        self._advance(limit)
+        if not self.advances:
+            self._advance(limit)
 
     def _advance(self, limit):
         try:
-            while self.exchange is None and not self.closing and self._step(limit):
-                continue
+            for _ in range(HTTP_STEPS_A_TURN):
+                if self.exchange is not None or self.closing or not self._step(limit):
+                    return
         except HttpError as error:
             self.refuse(error)
+            return
+        self._advance_later()
+
+    def _advance_later(self):
+        """The others' turn comes first."""
+        if not self.advances:
+            self.advances = True
+            self.stream.pause(True)
+            self.front.core.loop.call_later(0, self._advance_now)
+
+    def _advance_now(self):
+        self.advances = False
+        if not self.stream.closed:
+            self.stream.pause(False)
+            self._advance(self.front.core.config.get("limits.lineBytes"))
 
     def _step(self, limit):
         """Take the next piece of a request out of the buffer; False where more bytes are needed."""
@@ -7849,11 +8053,11 @@ class HttpConnection:
         self.body, self.body_size, self.left, self.chunked = [], 0, 0, False
         coding = headers.get("Transfer-Encoding")
         if coding is not None:
-            if coding.strip().lower() != "chunked":
+            if coding.lower() != "chunked":
                 raise HttpError(501, "the only transfer coding served is chunked")
             self.chunked = True
         else:
-            text = (headers.get("Content-Length") or "0").strip()
+            text = headers.get("Content-Length") or "0"
             if not text.isascii() or not text.isdigit() or len(text) > 15:
                 raise HttpError(400, "Content-Length is no number")
             self.left = int(text)
@@ -7930,7 +8134,7 @@ class HttpConnection:
             return
         self.stream.pause(False)
         if self.buffer:
-            self.front.core.loop.soon(lambda: self._advance(0))
+            self._advance_later()
 
     def _on_close(self, _reason):
         self.front.connections.discard(self)
@@ -8780,15 +8984,15 @@ class Api:
     def answer(self, exchange, body):
         """Answer an open question: a result object, or an action with content."""
         number = exchange.question
-        question = self.core.questions.by_id.get(int(number)) if number.isdigit() else None
+        question = self.core.questions.by_id.get(read_number(number))
         if question is None:
             raise RpcError(INVALID_PARAMS, "there is no open question %s" % printable(number))
         return answer_question(self.core, question, body)
 
     def events_stream(self, exchange, _body):
         """What happens, as it happens; `Last-Event-ID` replays what was missed."""
-        last = exchange.headers.get("Last-Event-ID") or ""
-        after = int(last) if last.isdigit() else self.count
+        after = read_number(exchange.headers.get("Last-Event-ID") or "")
+        after = self.count if after is None else after
         exchange.on_gone = lambda: self.watchers.discard(exchange)
         exchange.begin_stream()
         for number, kind, data in list(self.events):
@@ -8834,6 +9038,11 @@ API_ROUTES = {
     ("POST", "/reload"): (Api.control_route("reload"), "read the configuration again", {}),
     ("GET", "/openapi.json"): (Api.openapi, "this description", {}),
 }
+
+
+def read_number(text):
+    """Return the number that ASCII digits name, else None: `isdigit` alone takes a superscript two as well."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
 
 
 def describe_question(question):
@@ -9056,7 +9265,7 @@ class Daemon:
         self.pool = Pool(self.loop, log, self.config, self.incarnation, directories)
         self.pool.listener = self
         self.schemas = SchemaStore(self.loop, log, os.path.join(self.paths.state, "cache"), self.secret)
-        self.questions = Questions(self.loop, log, self.config, self.new_id, self.schemas.note_asking)
+        self.questions = Questions(self.loop, log, self.config, self.new_id, self.schemas)
         self.tasks = Tasks(self)
         self.questions.owner_of_task = self.owner_of_task
         self.links, self.hosts, self.requests = set(), set(), set()
@@ -9317,7 +9526,7 @@ class Daemon:
 
     def server(self, name):
         """Return the entry of a server in use. Raises RpcError that says why there is none."""
-        server = self.config.servers.get(name)
+        server = self.config.servers.get(name) if isinstance(name, str) else None
         if server is None or server.disabled:
             raise RpcError(INVALID_PARAMS, "server %s is not configured (any more); configured are: %s"
                            % (name, ", ".join(sorted(self.config.servers)) or "none"))
@@ -9603,6 +9812,10 @@ class Daemon:
         """Something happened that a person may want to watch."""
         self.api.emit(kind, data)
 
+    def waiting_hosts(self, instance):
+        """Return the hosts whose calls on an instance wait for an answer to what they asked."""
+        return self.questions.waiting_hosts(instance)
+
     def on_question(self, instance, message):
         """A server asks something."""
         self.questions.ask(instance, message)
@@ -9636,6 +9849,9 @@ class Daemon:
             self.modern_tasks.on_gone(instance)
         if instance.own_schema is not None:
             self._leave_own_schema(instance)
+
+    def on_free(self):
+        """An instance has left every table."""
         self._maybe_stopped()
         self._maybe_idle_exit()
 
@@ -9665,7 +9881,9 @@ class Daemon:
         elif method == "notifications/tasks":
             self.modern_tasks.on_state(instance, params)
         elif method == "notifications/elicitation/complete":
-            host = self._elicitations.pop((instance.slot.name, params.get("elicitationId")), None)
+            elicitation_id = params.get("elicitationId")
+            host = self._elicitations.pop((instance.slot.name, elicitation_id), None) if (
+                isinstance(elicitation_id, str)) else None
             if host is not None and host.revision == LATEST_LEGACY:
                 host.tell(method, params)
         elif only_host(instance) is not None:
@@ -10047,6 +10265,8 @@ class Control:
 
     def _targets(self, name):
         pool = self.core.pool
+        if not isinstance(name, str):
+            raise RpcError(INVALID_PARAMS, "name takes the name of a server or an instance")
         if name in pool.instances:
             return [pool.instances[name]]
         if name in self.core.config.servers or name in pool.by_server:
@@ -10126,7 +10346,7 @@ class Control:
     def op_answer(self, args, _hello):
         """Answer an open question."""
         number = str(args.get("id", ""))
-        question = self.core.questions.by_id.get(int(number)) if number.isdigit() else None
+        question = self.core.questions.by_id.get(read_number(number))
         if question is None:
             raise RpcError(INVALID_PARAMS, "there is no open question %s; `mcpx asks` lists them" % printable(number))
         return answer_question(self.core, question, args)

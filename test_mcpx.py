@@ -4229,7 +4229,9 @@ def test_an_open_question_goes_when_nobody_waits_for_it_any_more(lab):
     """Two hosts' calls ask at once, so nobody can be told; then both are cancelled."""
     lab.configure({"demo": demo("--era", "legacy", scope="global")})
     hosts = [lab.host("demo", capabilities={"elicitation": {}}) for _ in range(2)]
-    begun = [host.begin("sleep", seconds=600) for host in hosts] + [host.begin("ask", message="?") for host in hosts]
+    begun = [host.begin("sleep", seconds=600) for host in hosts]
+    lab.wait_for("both calls", lambda: [i["inFlight"] for i in lab.instances("demo")] == [2])
+    begun += [host.begin("ask", message="?") for host in hosts]
     lab.wait_for("open questions", lambda: [q["host"] for q in lab.status()["questions"]] == [None, None], 10)
     for number, host_id in enumerate(begun):
         hosts[number % 2].notify("notifications/cancelled", requestId=host_id)
