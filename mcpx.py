@@ -1670,8 +1670,7 @@ class Definition:
             self.cwd = directory
         self.digest = _digest(secret, [self.argv, self.cwd if cwd else None, sorted(self.env.items()),
                                        sorted(inherited.items()), self.era if protocol == "follow" else ""])
-        self.secrets = [value for name, value in list(self.env.items()) + list(inherited.items())
-                        if is_secret_name(name) and len(value) > 3]
+        self.secrets = secret_values(list(self.env.items()) + list(inherited.items()), argv, server, caller_env)
         private = scope in PRIVATE_SCOPES
         self.env = dict(caller_env if private else base_environment(caller_env), **dict(inherited, **self.env))
 
@@ -1690,6 +1689,29 @@ class Definition:
 
 def _digest(secret, value):
     return hmac.new(secret, json.dumps(value).encode("utf-8", "surrogateescape"), "sha256").hexdigest()[:24]
+
+
+def secret_values(variables, argv, server, caller_env):
+    """Return the values that must not be shown: of variables and options whose names say so."""
+    found = [value for name, value in variables if is_secret_name(name)]
+    for part in [server.command, server.cwd or ""] + server.args + list(server.env.values()):
+        for match in re.finditer(_VARIABLE, part):
+            name = match.group(1) or match.group(3)
+            if is_secret_name(name) and caller_env.get(name):
+                found.append(caller_env[name])
+    for option, following in zip(argv, argv[1:] + [""]):
+        name, equals, value = option.partition("=")
+        if name.startswith("-") and is_secret_name(name):
+            found.append(value if equals else following)
+    # The longest first: one may be the beginning of another.
+    return sorted({value for value in found if len(value) > 3}, key=len, reverse=True)
+
+
+def hide_secrets(text, secrets):
+    """Return `text` with every secret value replaced by ***."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
 def is_secret_name(name):
@@ -2275,6 +2297,7 @@ class Stream:
         self.queued_total = self.written_total = 0    # bytes since the beginning
         self.unread_from = None          # once the reader has gone: the offset from which it read nothing
         self.on_data = None              # takes the bytes as they come, instead of lines
+        self.on_deaf = None              # told when the peer has closed its reading end alone
         self.queued_bytes = 0
         self.received_at = time.monotonic()
         self._queue = collections.deque()
@@ -2446,6 +2469,8 @@ class Stream:
             self._queue.clear()
             self.queued_bytes = 0
             self.end_output()
+            if self.on_deaf is not None:
+                self.on_deaf()
 
     def _on_writable(self, _mask):
         if not self._closed:
@@ -2568,6 +2593,19 @@ class Call:
         self.logs = False                # its tool has been seen to log
         self.has_logged = False          # a log message came while it was in flight
         self.turn_over = False           # it has waited long enough for others' log messages
+
+    @property
+    def party(self):
+        """Who has made it, as far as that shows: all requests of one pipe, or of one named session, are one's.
+
+        A modern host's requests have each an object of their own, and so has a held call.
+        """
+        pipe = getattr(self.host, "pipe", None)
+        if pipe is not None:
+            return pipe
+        if self.identity is not None and self.identity.named and self.host.era == "modern":
+            return "session " + self.identity.session
+        return self.host
 
     @property
     def subject(self):
@@ -2899,6 +2937,11 @@ class Upstream:
     def _on_line(self, line):
         try:
             message = parse_json(line)
+            if isinstance(message, list) and message and all(isinstance(member, dict) for member in message):
+                # MCP 2025-03-26, basic/index: a server may answer in a batch.
+                for member in message:
+                    self._on_line(encode_json(member))
+                return
             kind = message_kind(message)
         except RpcError as error:
             line, message = self._rescue(line)
@@ -3047,10 +3090,11 @@ class Child:
         self.state, self.status, self.pid, self.start = "running", None, None, None
         self.stdout = self.stderr = None         # Streams; stdout's writing end is stdin
         self.stderr_tail = collections.deque(maxlen=20)
+        self.secrets = ()                        # what is not to be written down of what it says
         self.family = {}                         # pid -> start, as far as seen
         self.hardest = None                      # strongest thing that was needed to end it
         self.on_exit = self.on_gone = None       # callbacks: (status), ()
-        self.tmpdir = None
+        self.tmpdir = self.facts = None
         self._timer = None
         self._swept = 0
 
@@ -3100,7 +3144,9 @@ class Child:
 
     def record(self, facts):
         """Write down what a later daemon must end if this one dies. Failing is not fatal."""
-        facts = dict(facts, id=self.instance_id, pid=self.pid, start=self.start, tmpdir=self.tmpdir)
+        self.facts = facts
+        facts = dict(facts, id=self.instance_id, pid=self.pid, start=self.start, tmpdir=self.tmpdir,
+                     family=sorted(self.family.items()))
         try:
             write_private_file(self.record_path, json.dumps(facts).encode("utf-8"))
         except OSError as error:
@@ -3109,6 +3155,7 @@ class Child:
     def _on_stderr(self, lines):
         for line in lines:
             text = (line.head if isinstance(line, Oversize) else line).decode("utf-8", "replace").rstrip("\r")
+            text = hide_secrets(text, self.secrets)
             self.stderr_tail.append(text[:500])
             self.log.write(text.encode("utf-8", "replace") + b"\n")
 
@@ -3124,7 +3171,10 @@ class Child:
 
     def look(self, table):
         """Remember the descendants that a process table shows while the child lives."""
+        before = len(self.family)
         self.family.update(table.family(self.pid, self.instance_id))
+        if len(self.family) != before and self.facts is not None and self.state == "running":
+            self.record(self.facts)
 
     def _step(self, event):
         step = CHILD_STEPS.get((self.state, event))
@@ -3319,6 +3369,10 @@ class Orphans:
         row = table.rows.get(pid)
         known = row is not None and row[3] == start
         family = table.family(pid if known else -1, record["id"])
+        for pair in record.get("family") or ():
+            # What had left the family in every visible way was seen while it had not.
+            if isinstance(pair, list) and len(pair) == 2 and pair[0] in table.rows and table.rows[pair[0]][3] == pair[1]:
+                family[pair[0]] = pair[1]
         keep = record.get("keep") or []
         return {p: s for p, s in family.items()
                 if p == pid or not any(fnmatch.fnmatch(command_line(p), pattern) for pattern in keep)}
@@ -3368,6 +3422,10 @@ class Orphans:
 GHOST_S = 2.0
 # A call whose log messages could be taken for another host's waits this long, and then goes all the same.
 LOG_TURN_S = 2.0
+# A package launcher that has its server up this soon did not install anything.
+QUICK_LAUNCH_S = 2.0
+# Between two looks at the descendants of all children, while there are calls.
+LOOK_EVERY_S = 5.0
 # After its stdout ended, a process mostly exits; its status makes the better message.
 EXIT_WAIT_S = 0.3
 # A server that ran this long is not failing to start, however it ended.
@@ -3402,7 +3460,7 @@ class FairQueue:
 
     def push(self, call, first=False):
         """Add a call at the end (or the start) of its host's line."""
-        line = self._by_host.setdefault(call.host, collections.deque())
+        line = self._by_host.setdefault(call.party, collections.deque())
         line.appendleft(call) if first else line.append(call)
         self._count += 1
 
@@ -3419,13 +3477,13 @@ class FairQueue:
 
     def remove(self, call):
         """Take a call out; returns whether it was in."""
-        line = self._by_host.get(call.host)
+        line = self._by_host.get(call.party)
         if line is None or call not in line:
             return False
         line.remove(call)
         self._count -= 1
         if not line:
-            del self._by_host[call.host]
+            del self._by_host[call.party]
         return True
 
     def drain(self):
@@ -3504,6 +3562,7 @@ class Instance:
     def on_noise(self, text):
         """A line on stdout that is not MCP: logged and skipped."""
         self.noise += 1
+        text = hide_secrets(text, self.definition.secrets)
         self.pool.counters["noiseLines"] += 1
         if self.first_noise is None:
             self.first_noise = text
@@ -3535,6 +3594,7 @@ class Slot:
         self.named = False               # its session was named by a caller
         self.next_era = None             # the era of the next start, after the other one did not do
         self.eras_tried = set()          # since the last start that worked
+        self.launch_repeated = False     # another installation of its package was met, and it was tried again
         self.held = False                # no new calls while it is found out who was asked
         self.ended = None                # why no new call comes, once nothing may
         self.last_error = None
@@ -3597,7 +3657,7 @@ class Pool:
         self.last_errors = {}            # server -> how the last start or instance failed
         self.draining = None             # reason, once nothing may be started any more
         self._next_instance = 0
-        self._looked_at = 0.0
+        self._looked_at, self._looks = 0.0, False
         graces = (config.get("stop.eofGrace"), config.get("stop.termGrace"))
         self.orphans = Orphans(loop, directories["children"], graces, self._orphans_cleared)
 
@@ -3650,7 +3710,12 @@ class Pool:
             call.fail(LimitReached("%d calls already wait for server %s; try later, or raise limits.waiting"
                                    % (slot.waiting(), slot.server.name)))
             return
-        call.slot = slot
+        if slot.key.text.startswith("call:") and slot.instance is None and (
+                slot.leaving is not None or self.slots.get(slot.name) is not slot) and not slot.queue:
+            # Another instance under its key would know nothing of what this one is about.
+            call.fail(StreamLost("the instance of server %s for this one call has ended" % slot.server.name))
+            return
+        call.slot = slot = self.keep_slot(slot)
         if call.host is not None and not call.host.closed:
             slot.hosts.add(call.host)
             call.host.slots.add(slot)
@@ -3689,6 +3754,7 @@ class Pool:
         instance.leases -= 1
         instance.answered += 1
         instance.used_at = instance.slot.used_at = time.monotonic()
+        self._look_later()
         if instance.answered == 1:
             self.backoffs.pop((instance.slot.server.name, instance.definition.digest), None)
         if not instance.leases and instance.state == "busy":
@@ -4016,9 +4082,9 @@ class Pool:
                 continue
 
     def _another_launch_first(self, slot):
-        """First starts of one package through npx or uvx run one after the other.
+        """Starts of one package through npx or uvx run one after the other, until one was quick.
 
-        npm's per-package directory is not locked: parallel first installs corrupt it.
+        npm's per-package directory is not locked: parallel installs corrupt it.
         """
         key = launcher_key(slot.definition.argv)
         if key is None or key in self.launched:
@@ -4026,12 +4092,12 @@ class Pool:
         first = self.cold_launches.setdefault(key, slot)
         return first is not slot and first.instance is not None
 
-    def _launch_over(self, slot, came_up):
+    def _launch_over(self, slot, is_installed):
         key = launcher_key(slot.definition.argv)
         if key is None or self.cold_launches.get(key) is not slot:
             return
         del self.cold_launches[key]
-        if came_up:
+        if is_installed:
             self.launched.add(key)
         for other in list(self.slots.values()):
             if other.instance is None and (other.queue or other.waiters):
@@ -4068,7 +4134,7 @@ class Pool:
         child = Child(self.loop, instance_id, self.server_log(server.name),
                       self.config.get("keepProcesses", server), graces,
                       os.path.join(self.directories["children"], instance_id + ".json"))
-        instance.child = child
+        instance.child, child.secrets = child, definition.secrets
         values, port_holder = {"id": instance_id}, None
         try:
             wanted = definition.placeholders()
@@ -4098,6 +4164,7 @@ class Pool:
                 port_holder.close()
             self._unrecord(child)
             raise error if isinstance(error, StartFailed) else StartFailed(str(error))
+        child.stdout.on_deaf = lambda: self.loop.call_later(EXIT_WAIT_S, lambda: self._went(instance, "closed its stdin"))
         instance.upstream = Upstream(child.stdout, instance, self.counters)
         self.instances[instance_id] = instance
         self.listener.on_event("instance", {"id": instance_id, "server": server.name, "key": key_text, "state": "started"})
@@ -4140,9 +4207,9 @@ class Pool:
         if only is not None:
             # Noted only now that it has worked.
             self.listener.note_era(instance.definition, only)
-        slot.next_era, slot.eras_tried = None, set()
+        slot.next_era, slot.eras_tried, slot.launch_repeated = None, set(), False
         self._forget_timer(slot, "start_timer")
-        self._launch_over(slot, True)
+        self._launch_over(slot, time.monotonic() - instance.started_at < QUICK_LAUNCH_S)
         instance.step("ready")
         slot.last_error = None
         waiters, slot.waiters = slot.waiters, []
@@ -4170,7 +4237,7 @@ class Pool:
         slot = instance.slot
         if instance.state != "starting":
             return
-        if self._other_era(instance, error):
+        if self._other_era(instance, error) or self._met_installation(instance):
             return
         error = self.explain(instance, error)
         self._note_failure(instance.definition, error.message)
@@ -4200,13 +4267,28 @@ class Pool:
             return False
         slot.eras_tried |= {era, upstream.era}
         slot.next_era = era
+        self._start_anew(instance, "it speaks the %s era only" % era)
+        return True
+
+    def _met_installation(self, instance):
+        """Another program was installing the same package, which npm cannot bear: once more, at once."""
+        slot = instance.slot
+        if slot.launch_repeated or launcher_key(slot.definition.argv) is None or not any(
+                "ENOTEMPTY" in line for line in instance.child.stderr_tail):
+            return False
+        slot.launch_repeated = True
+        self._start_anew(instance, "another installation of its package was under way")
+        return True
+
+    def _start_anew(self, instance, reason):
+        """Let a start that came to nothing go; those who wait for it wait for the next."""
+        slot = instance.slot
         self._forget_timer(slot, "start_timer")
         slot.instance, slot.leaving = None, instance
-        instance.stop_reason = "it speaks the %s era only" % era
+        instance.stop_reason = reason
         instance.step("stop")
         if instance.child.status is None:
             instance.child.stop()
-        return True
 
     def explain(self, instance, error):
         """Return the error of a failed or dead instance with command, exit status and stderr."""
@@ -4227,7 +4309,7 @@ class Pool:
 
     def _fail_slot(self, slot, error):
         slot.last_error = error.message
-        slot.next_era, slot.eras_tried = None, set()
+        slot.next_era, slot.eras_tried, slot.launch_repeated = None, set(), False
         self._stop_waiting(slot)
         waiters, slot.waiters = slot.waiters, []
         for waiter in waiters:
@@ -4253,12 +4335,15 @@ class Pool:
                 self.loop.call_later(EXIT_WAIT_S, lambda: self.start_failed(
                     instance, StartFailed("it closed its stdout before it was ready")))
                 return
-            self.loop.call_later(EXIT_WAIT_S, lambda: self._went_mute(instance))
+            self.loop.call_later(EXIT_WAIT_S, lambda: self._went(instance, "closed its stdout"))
 
-    def _went_mute(self, instance):
-        if instance.child.status is None and instance.state in ("warm", "idle", "busy"):
-            self._settle_lost(instance, "closed its stdout")
-            self.stop(instance, "it closed its stdout")
+    def _went(self, instance, what):
+        """A pipe of a process that has not exited is closed: nothing more can come of it."""
+        if instance.state == "starting":
+            self.start_failed(instance, StartFailed("it %s before it was ready" % what))
+        elif instance.child.status is None and instance.state in ("warm", "idle", "busy"):
+            self._settle_lost(instance, what)
+            self.stop(instance, "it " + what)
 
     def _exited(self, instance):
         """The process has ended: settle what was in flight, make room for the next."""
@@ -4421,12 +4506,20 @@ class Pool:
         self._check_silence(instance, now)
         if instance.state == "busy":
             self._arm(instance)
-        if now - self._looked_at > 10:
-            self._looked_at = now
-            table = ProcessTable()
-            for other in self.instances.values():
-                if other.child.status is None:
-                    other.child.look(table)
+        self._look_later()
+
+    def _look_later(self):
+        """Have the descendants of all children noted soon: those of one that is killed cannot be told any more."""
+        if not self._looks:
+            self._looks = True
+            self.loop.call_later(max(0.1, self._looked_at + LOOK_EVERY_S - time.monotonic()), self._look)
+
+    def _look(self):
+        self._looks, self._looked_at = False, time.monotonic()
+        table = ProcessTable()
+        for instance in self.instances.values():
+            if instance.child.status is None:
+                instance.child.look(table)
 
     def _time_out(self, instance, call, timeout):
         finish = call.on_finish
@@ -4484,7 +4577,7 @@ def overlaps(instance, call):
     """
     logs = call.logs and call.host.level is not None and not call.turn_over
     others = [other for other in instance.upstream.in_flight.values()
-              if (call.asks and other.asks or logs and other.logs) and other.host is not call.host and not other.cancelled
+              if (call.asks and other.asks or logs and other.logs) and other.party != call.party and not other.cancelled
               ] if call.asks or logs else ()
     if not others:
         return False
@@ -4503,13 +4596,6 @@ def launcher_key(argv):
     return None
 
 
-def hide_secrets(text, secrets):
-    """Return `text` with every secret value replaced by ***."""
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 # ---------------------------------------------------------------------------
 # Surface: what does a host see
 #
@@ -4519,6 +4605,8 @@ def hide_secrets(text, secrets):
 # ---------------------------------------------------------------------------
 
 LIST_KINDS = ("tools", "prompts", "resources", "resourceTemplates")
+# How long hosts may keep a list whose server tells of changes.
+LIST_TTL_MS = 60000
 KIND_METHODS = {kind: method for method, kind in LIST_METHODS.items()}
 # Which list a change notification is about.
 CHANGED_KINDS = {"notifications/tools/list_changed": ("tools",),
@@ -4550,6 +4638,7 @@ class Schema:
         self.at_once = set()             # those that have asked again while their first question was open
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self.heard = {}                  # Call.subject -> [whether it logs, until when that counts]
+        self.ttl_ms = {}                 # list -> how long a modern server lets it be cached
         self._encoded = {}               # (kind, revision, offset) -> result bytes
         self._tools = None               # name -> tool
 
@@ -4567,6 +4656,13 @@ class Schema:
         """Does a tool, prompt or method log? None where nobody has watched it lately."""
         logs, until = self.heard.get(subject, (None, 0))
         return logs if until > time.time() else None
+
+    def cache_ms(self, kind):
+        """Return for how long a host may keep a list (PROTOCOL 7.2)."""
+        if self.revision in MODERN_REVISIONS:
+            return min(LIST_TTL_MS, self.ttl_ms.get(kind, 0))
+        capability = self.capabilities.get(LIST_CAPABILITY[kind])
+        return LIST_TTL_MS if isinstance(capability, dict) and capability.get("listChanged") else 0
 
     def offers(self, kind):
         """Does the server declare the capability that this list belongs to?"""
@@ -4593,7 +4689,7 @@ class Schema:
     def as_dict(self):
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
-                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard}
+                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard, "ttlMs": self.ttl_ms}
 
 
 def encode_page(kind, items, from_revision, revision, offset, size, generation):
@@ -4715,6 +4811,9 @@ class SchemaStore:
         heard = data.get("heard")
         schema.heard = {subject: pair for subject, pair in heard.items() if isinstance(pair, list) and len(pair) == 2
                         and isinstance(pair[1], (int, float))} if isinstance(heard, dict) else {}
+        ttl = data.get("ttlMs")
+        schema.ttl_ms = {kind: ms for kind, ms in ttl.items() if isinstance(ms, (int, float))} if (
+            isinstance(ttl, dict)) else {}
         schema.known = True
 
     def save(self, schema):
@@ -4756,7 +4855,7 @@ class SchemaStore:
 
     def _fetch(self, instance, kind, on_done):
         """Fetch one list; `on_done(items)`, or None where the server gave no usable answer."""
-        items, cursors = [], set()
+        items, cursors, schema = [], set(), self.of_instance(instance)
 
         def page(call, message, _line):
             result = message.get("result")
@@ -4766,6 +4865,9 @@ class SchemaStore:
                 missing = isinstance(error, dict) and error.get("code") == METHOD_NOT_FOUND
                 on_done([] if missing and not items else None)
                 return
+            ttl = result.get("ttlMs")
+            if isinstance(ttl, (int, float)) and not isinstance(ttl, bool):
+                schema.ttl_ms[kind] = min(max(ttl, 0), schema.ttl_ms.get(kind, ttl)) if items else max(ttl, 0)
             items.extend(item for item in part if isinstance(item, dict))
             cursor = result.get("nextCursor")
             # MCP 2025-11-25, server/utilities/pagination: any string is a cursor, "" as well.
@@ -5189,10 +5291,10 @@ class Questions:
                 candidates += [call for call in other.candidates
                                if call.cancelled and not call.over and call not in candidates]
         question.candidates = candidates = self._without_waiting(question.instance, candidates)
-        hosts = {call.host for call in candidates}
-        if len(hosts) == 1:
+        parties = {call.party for call in candidates}
+        if len(parties) == 1:
             self._found(question, candidates)
-        elif len(hosts) > 1:
+        elif len(parties) > 1:
             self._quiesce(question)
         else:
             bound = only_host(question.instance)
@@ -5232,7 +5334,7 @@ class Questions:
         active = [call for call in calls if call.host not in waiting]
         if any(call.asks or name_of(call) not in schema.clean for call in active):
             return active
-        if len({call.host for call in calls}) == 1 and not active and len(schema.at_once) < 10000:
+        if len({call.party for call in calls}) == 1 and not active and len(schema.at_once) < 10000:
             schema.at_once |= {name_of(call) for call in calls}
         return calls
 
@@ -5242,7 +5344,7 @@ class Questions:
         if call is None or question.on_answer is not None or not call.asks:
             return False
         others = [other for other in instance.upstream.in_flight.values()
-                  if other.asks and other.host is not call.host and not other.cancelled]
+                  if other.asks and other.party != call.party and not other.cancelled]
         return bool(others) and not {other.host for other in others} <= self.waiting_hosts(instance)
 
     def _turn_is_free(self, instance):
@@ -5259,7 +5361,13 @@ class Questions:
         names = {name_of(call) for call in calls}
         if len(names) == 1:
             self.schemas.note_asking(question.instance, next(iter(names)))
-        self._to_host(question, calls[0].host, calls)
+        active = [call for call in calls if not call.cancelled and not call.host.closed]
+        able = [call for call in active if call.host.can_answer(question)] or active or calls
+        if able[0].host.era == "modern":
+            # PROTOCOL 8.2: the oldest that can be asked; each request is a host of its own.
+            self._to_host(question, able[0].host, [call for call in calls if call.host is able[0].host])
+        else:
+            self._to_host(question, able[0].host, calls)
 
     def _quiesce(self, question):
         """Hold new calls back and let those finish that can: a call that asked cannot."""
@@ -5295,7 +5403,7 @@ class Questions:
                 # Whoever's it was, nobody waits for it any more.
                 self.give_up(question, "the requests that this may belong to were cancelled")
                 continue
-            if len({call.host for call in left}) > 1:
+            if len({call.party for call in left}) > 1:
                 continue
             if question in self._unattributed:
                 self._unattributed.remove(question)
@@ -5706,6 +5814,10 @@ class Host:
 
     # -- who asks ------------------------------------------------------------------
 
+    def own_identity(self):
+        """Return who its lists are for: the connection, with a fresh id of a call."""
+        return self.identity.with_meta({}, (), self.core.new_id())
+
     def with_identity(self, call, scope, on_identity):
         """Find out who a request is from, then `on_identity()`; `call.identity` is set then."""
         meta = self.link.named_by(call.seq, call.params.get("_meta"))
@@ -5931,6 +6043,8 @@ class LegacyHost(Host):
         self.used = {}                   # (server, key) -> session: for the shim to remember
         self.modern = {}                 # host id -> ModernRequest on the same pipe
         self._roots_waiters = []
+        self._greeting = None            # its initialize, until that is answered
+        self._early = []                 # what it asked before: (seq, message, line, losses)
         self._told = {}                  # change notification -> has changed again since it was told
         self._cancelled_ids = set()      # while repeated lines are gone through
 
@@ -6013,7 +6127,7 @@ class LegacyHost(Host):
         if host_id in self._cancelled_ids:
             self._settled(seq)
             return
-        under_way = len(self.calls) + len(self.modern)
+        under_way = len(self.calls) + len(self.modern) + len(self._early)
         if under_way >= self.core.config.get("limits.inFlight"):
             self._send(seq, error_message(host_id, LimitReached(
                 "%d requests of this host are in flight; wait for answers, or raise limits.inFlight" % under_way)))
@@ -6026,11 +6140,28 @@ class LegacyHost(Host):
         if is_modern(message):
             self._on_modern(seq, message, line, losses)
             return
+        if self._greeting is not None and method != "ping":
+            # MCP 2025-11-25, basic/lifecycle: the answer to initialize comes first.
+            self._early.append((seq, message, line, losses))
+            return
         call = Call(method, message.get("params") or {}, self._finished, self, host_id, seq)
         call.message, call.line = message, line
         call.losses = losses
         self.calls[host_id] = call
         self._guarded(call, lambda: self._handler(method)(self, call))
+
+    def greeted(self):
+        """Its initialize is answered: what it asked meanwhile is taken up."""
+        self._greeting = None
+        early, self._early = self._early, []
+        for entry in early:
+            self._on_request(*entry)
+
+    def give_up_early(self, host_id):
+        """Drop a request that waits for the answer to initialize; it was cancelled."""
+        for entry in [entry for entry in self._early if entry[1]["id"] == host_id]:
+            self._early.remove(entry)
+            self._settled(entry[0])
 
     def _on_modern(self, seq, message, line, losses):
         """A request of 2026-07-28 on the same pipe: it stands alone (PROTOCOL 5.4)."""
@@ -6324,11 +6455,13 @@ def _initialize(host, call):
         if host.surface.single and errors and not host.surface.known():
             host.revision = None         # it may try again
             call.fail(errors[0])
-            return
-        host.keep_state()
-        host.calls.pop(call.host_id, None)
-        call.done = True
-        host._send(call.seq, result_message(call.host_id, host.surface.initialize_result(revision)))
+        else:
+            host.keep_state()
+            host.calls.pop(call.host_id, None)
+            call.done = True
+            host._send(call.seq, result_message(call.host_id, host.surface.initialize_result(revision)))
+        host.greeted()
+    host._greeting = call
     host.core.attach(host)
     host.core.with_schemas(host, ready)
 
@@ -6521,6 +6654,7 @@ def _on_cancelled(host, params):
     call = host.calls.get(host_id) if is_valid_id(host_id) else None
     if call is not None and call.method != "initialize":
         host.cancel(call, params.get("reason"))
+    host.give_up_early(host_id)
     request = host.modern.pop(host_id, None) if is_valid_id(host_id) else None
     if request is not None:
         request.close()
@@ -6725,8 +6859,6 @@ class Tasks:
 
 # MCP 2026-07-28, basic/patterns/mrtr: the only methods whose result may be a question.
 MAY_ASK = frozenset(("tools/call", "prompts/get", "resources/read"))
-# Lists and reads carry caching hints; this long where the server tells of changes.
-LIST_TTL_MS = 60000
 # Several questions of one call that come within this time travel together.
 SIBLING_WAIT_S = 0.02
 # After so many rounds of the same question a call is given up.
@@ -6931,6 +7063,13 @@ class ModernRequest(Host):
         self.capabilities, self.level = meta[META_CAPABILITIES], meta.get(META_LOG_LEVEL)
         self._guarded(call, lambda: MODERN_HANDLERS[call.method](self, call))
 
+    def own_identity(self):
+        """Return who its lists are for: whom this very request names."""
+        if self.call is None:
+            return super().own_identity()
+        meta = self.link.named_by(self.call.seq, self.call.params.get("_meta"))
+        return self.identity.with_meta(meta, self.core.config.get("transport.sessionMetaKeys"), self.core.new_id())
+
     # -- answers -------------------------------------------------------------------
 
     def _refuse(self, call, error):
@@ -7029,7 +7168,8 @@ class ModernRequest(Host):
         if self.headers is not None and kind == "tools" and HEADER_ANNOTATION.encode() in data:
             page["tools"] = [dict(tool, inputSchema=without_bad_headers(tool.get("inputSchema"), set()))
                              for tool in page["tools"]]
-        page.update(resultType="complete", ttlMs=LIST_TTL_MS, cacheScope="private",
+        ttl = min([schema.cache_ms(kind) for _, schema in self.surface.known()], default=0)
+        page.update(resultType="complete", ttlMs=ttl, cacheScope="private",
                     _meta={META_SERVER_INFO: self.server_info()})
         return encode_json(page)
 
@@ -7146,7 +7286,7 @@ class HeldCall:
     Questions; `request` is the retry that is attached, or None between two rounds.
     """
 
-    revision = MODERN
+    revision, era = MODERN, "modern"
     level = None
 
     def __init__(self, core, held_id, request, call):
@@ -7443,7 +7583,7 @@ class ModernTask:
     """A task of the extension as modern hosts know it. For a legacy upstream's core task it takes
     the host's place for the questions that the task asks."""
 
-    revision = MODERN
+    revision, era = MODERN, "modern"
     level = None
 
     def __init__(self, core, task_id, upstream_id, call, capabilities, is_core):
@@ -7455,6 +7595,7 @@ class ModernTask:
         self.result_call = None          # the open tasks/result of a core task
         self.outcome = None              # ("result" or "error", value) of a core task that is over
         self.final = None                # what tasks/get shows once it is over, also when its instance has gone
+        self.state = {}                  # what the server has said of a core task last
         self.timer = None
 
     def can_answer(self, question):
@@ -7590,7 +7731,7 @@ class ModernTasks:
             if not isinstance(result, dict):
                 call.finish({"error": message.get("error") or RpcError(INTERNAL_ERROR, "no state").as_object()})
                 return
-            status = result.get("status")
+            status, task.state = result.get("status"), result
             if status in ("completed", "failed") and task.outcome is None:
                 self._fetch(task, lambda: self._show(call, task, result))
             elif status == "input_required" and task.result_call is None:
@@ -7616,11 +7757,19 @@ class ModernTasks:
                 task.outcome = ("result", dict(result, _meta=meta) if meta else result)
             else:
                 task.outcome = ("error", message.get("error"))
-            task.slot.tasks.discard(task.upstream_id)
+            shown = self._shown(task, dict(task.state, status="completed"))
             then()
+            # Only now: its instance may go at once.
+            self._note_final(task, shown)
         task.result_call = self._ask(task, "tasks/result", fetched)
 
     def _show(self, call, task, state):
+        shown = self._shown(task, state)
+        self._note_final(task, shown)
+        call.finish({"result": shown})
+
+    def _shown(self, task, state):
+        """Return a core task's state as tasks/get of the extension shows it."""
         shown = flat_task(state, task.id, True)
         if task.outcome is not None and shown["status"] in ("completed", "failed"):
             # The extension: a result with isError is a completed task, an error a failed one.
@@ -7631,9 +7780,7 @@ class ModernTasks:
             shown["status"] = "input_required"
             shown["inputRequests"] = {key: {"method": q.method, "params": params_of_question(q, ["one"])}
                                       for key, q in task.keys.items()}
-        shown["resultType"] = "complete"
-        self._note_final(task, shown)
-        call.finish({"result": shown})
+        return dict(shown, resultType="complete")
 
     def core_update(self, _request, call, task):
         """tasks/update: answers to the task's questions; keys that are not open are ignored."""
@@ -9543,7 +9690,7 @@ class Daemon:
                 old.watchers.discard(host)
             try:
                 server = self.server(name)
-                identity = host.identity.with_meta({}, (), self.new_id())
+                identity = host.own_identity()
                 key = scope_key(self.config.get("scope", server), identity)
                 definition = Definition(self.config, server, identity, key, host.env, self.secret, host.era)
                 slot = self.pool.slots.get((name, definition.digest, key.text))
@@ -9607,8 +9754,7 @@ class Daemon:
             return
         schema.filling = True
         try:
-            identity = host.identity.with_meta({}, (), self.new_id())
-            slot = host.slot_for(self.server(name), identity)
+            slot = host.slot_for(self.server(name), host.own_identity())
         except RpcError as error:
             self.schemas.settle(schema, error)
             return
@@ -9899,11 +10045,13 @@ class Daemon:
             calls = [call for call in calls if call.host.level is not None]
         if calls:
             calls = self.schemas.loggers(instance, calls)
-        hosts = {call.host for call in calls} or {only_host(instance)} - {None}
-        host = next(iter(hosts)) if len(hosts) == 1 else None
-        if host is not None and not host.closed:
-            active = [call for call in calls if not call.cancelled]
-            host.on_log(params, active[-1] if active else None)
+        alone = only_host(instance) if not calls else None
+        wanting = [call for call in calls if not call.cancelled and not call.host.closed]
+        if len({call.party for call in calls}) == 1 and wanting:
+            call = ([call for call in wanting if call.host.level is not None] or wanting)[-1]
+            call.host.on_log(params, call)
+        elif alone is not None and not alone.closed:
+            alone.on_log(params)
         else:
             self.pool.counters["droppedLogs"] += 1
             self.pool.server_log(instance.definition.server.name).write(
@@ -10306,7 +10454,7 @@ class Control:
 
         def on_gone():
             if instance.child.hardest == "SIGKILL":
-                forced.append(instance.pid)
+                forced.append({"server": instance.definition.server.name, "id": instance.id, "pid": instance.pid})
             gone()
         instance.child.on_gone = on_gone
 
@@ -10484,6 +10632,8 @@ HELLO_WAIT_S = 5.0
 START_WAIT_S = 15.0
 # Requests wait this long for a daemon to come back before they get an error.
 PATIENCE_S = 5.0
+# What accepts and hangs up so often without a welcome is no daemon that is starting or ending.
+MAX_HANG_UPS = 40
 # Stop reading from a side when this much waits for the other.
 SHIM_HIGH_WATER = 4 << 20
 
@@ -10586,6 +10736,7 @@ class Shim:
         self.ready_fd = self.starter_lock = None
         self.ready_text = b""
         self.deadline = None
+        self.hang_ups = 0                # links since the last welcome that ended without one
         self.problem = "no daemon answers"
         self.keep_limit, self.line_limit = SHIM_KEEP_BYTES, SHIM_LINE_BYTES
         self.drain_s, self.close_s = SHIM_DRAIN_S, SHIM_CLOSE_S
@@ -10855,6 +11006,7 @@ class Shim:
             self._on_control(line[2:].decode("utf-8", "replace").rstrip("\n"))
         else:
             self.problem = "what listens on the daemon's socket is not mcpx"
+            self.hang_ups = MAX_HANG_UPS
             self._lost_daemon()
 
     def _forget(self, number):
@@ -10872,7 +11024,7 @@ class Shim:
             parts = rest.split()
             self.keep_limit, self.line_limit = int(parts[1]), int(parts[4])
             self.drain_s, self.close_s = float(parts[2]), float(parts[3])
-            self.state, self.was_up, self.deadline = "up", True, None
+            self.state, self.was_up, self.deadline, self.hang_ups = "up", True, None, 0
             self.retry_delay = 0.02
             self._release_starter()
             self._send()
@@ -10896,7 +11048,11 @@ class Shim:
                 del entry[2]
         self._requeue()
         now = time.monotonic()
-        self.down_since, self.retry_at, self.retry_delay = now, now, 0.02
+        if self.state == "hello":
+            # Whatever it is, it has not said welcome: slower each time.
+            self.hang_ups += 1
+        else:
+            self.down_since, self.retry_at, self.retry_delay = now, now, 0.02
         self.state = "down"
         if failed:
             self.retry_at = self.start_after = now + 2.0
@@ -10927,6 +11083,8 @@ class Shim:
             return None
         self.retry_delay = min(self.retry_delay * 1.5, 1.0 if self.was_up else 0.1)
         self.retry_at = now + self.retry_delay
+        if self.hang_ups >= MAX_HANG_UPS and not self.was_up:
+            return self._no_daemon(self.problem)
         if self._connect():
             return None
         if self.starter_lock is None and now >= self.start_after and not self._start():
@@ -11882,7 +12040,7 @@ def cmd_stop(options):
     else:
         text = "stopped %d instances of %s" % (len(data["stopped"]), options.name)
     if data["killed"]:
-        text += "; %s had to be killed" % ", ".join(map(str, data["killed"]))
+        text += "; %s had to be killed" % ", ".join("%s (pid %d)" % (one["server"], one["pid"]) for one in data["killed"])
     return Output(data, text)
 
 
