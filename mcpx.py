@@ -68,7 +68,7 @@ The words, each with one meaning:
 
 Sections, each using only those above it: constants, errors, wire, revisions, identity
 and scopes, settings and config, log, platform, reactor, upstream, children, pool,
-surface, questions, host, HTTP, daemon, shim, demo, commands.
+surface, questions, host, HTTP, snapshot, daemon, shim, demo, commands.
 
 Licence: MIT (SPDX-License-Identifier: MIT)
 
@@ -126,7 +126,7 @@ argparse, bisect, collections, errno, fcntl, fnmatch, glob, hashlib, heapq, hmac
     _Later, "argparse bisect collections errno fcntl fnmatch glob hashlib heapq hmac json".split())
 re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
     _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
-tempfile, threading, traceback = map(_Later, "tempfile threading traceback".split())
+marshal, tempfile, threading, traceback, types = map(_Later, "marshal tempfile threading traceback types".split())
 
 
 # ---------------------------------------------------------------------------
@@ -1220,6 +1220,8 @@ SETTINGS = {row.name: row for row in (
             "an instance whose session was named is not evicted for this long after its last use"),
     Setting("idleExit", "duration", "10m",
             "a daemon that was started by a shim ends after this without host and instance"),
+    Setting("upgrade", ("auto", "manual"), "auto", "whether a newer `serve` has the daemon go on with its code"),
+    Setting("upgradeTimeout", "duration", "20s", "new code must have proved itself by then"),
     Setting("drainTimeout", "duration", "5s", "how long an ending daemon waits for calls in flight"),
     Setting("stop.eofGrace", "duration", "3s", "after closing a child's stdin, before SIGTERM"),
     Setting("stop.termGrace", "duration", "3s", "after SIGTERM, before SIGKILL"),
@@ -1430,6 +1432,8 @@ def parse_config_text(text, path):
                           "not valid JSON: %s" % error.msg)
     except RecursionError:
         raise ConfigError(path, "not valid JSON: nested too deeply")
+    except ValueError as error:
+        raise ConfigError(path, "not valid JSON: %s" % error)
 
 
 def line_of(text, keys):
@@ -1785,6 +1789,10 @@ class RotatedFile:
         except OSError:
             self.close()
 
+    def taken_along(self):
+        """What other code needs of it: it opens the file anew."""
+        return dict(self.__dict__, _fd=None)
+
     def close(self):
         """Close the file; the next write opens it again."""
         if self._fd is not None:
@@ -2048,28 +2056,47 @@ class Timer:
         self.cancelled, self.callback = True, None
 
 
+MAX_THREADS = 32
+
+
 class Loop:
     """The selector loop: descriptors, timers, signals, exits of children, threads' results."""
 
     def __init__(self, log):
         self.log = log
         self.turn_hooks = []             # called once at the end of each turn, before streams flush
-        self._selector = selectors.DefaultSelector()
         self._timers = []
         self._soon = collections.deque()
         self._dirty = []                 # streams with something to write
         self._closing = []               # streams to close at the end of the turn
         self._children = {}              # pid -> callback(wait status), until it was reaped
+        self._open()
+
+    def _open(self):
+        self.between_turns = None        # called once, when a turn is over and no thread runs
+        self._selector = selectors.DefaultSelector()
         self._signals = {}               # number -> callback
         self._old_handlers = {}
         self._old_wakeup = None
-        self._threads_left = 32
+        self._threads_left = MAX_THREADS
         self._thread_queue = collections.deque()      # runs that wait for a thread
         self._stopped = False
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+
+    def taken_along(self):
+        """What other code needs of it; the rest is opened by `resumed`."""
+        names = ("log", "turn_hooks", "_timers", "_soon", "_dirty", "_closing", "_children")
+        return {name: getattr(self, name) for name in names}
+
+    def resumed(self):
+        """Go on in other code: everybody registers anew, children that have ended meanwhile are found."""
+        self._open()
+        if self._children:
+            self.on_signal(signal.SIGCHLD, self.reap)
+            self._soon.append(self.reap)
 
     # -- time -----------------------------------------------------------------
 
@@ -2149,7 +2176,7 @@ class Loop:
 
         For what the system offers in blocking form only, such as a path on a dead network
         mount. `work` must touch nothing of ours. After `timeout` seconds the error is a
-        TimeoutError and the result is dropped; at most 32 run at a time, the others wait.
+        TimeoutError and the result is dropped; at most MAX_THREADS run at a time, the others wait.
         """
         settled = []
 
@@ -2189,6 +2216,9 @@ class Loop:
         """Turn until `stop`."""
         while not self._stopped:
             self.turn()
+            if self.between_turns is not None and self._threads_left == MAX_THREADS:
+                callback, self.between_turns = self.between_turns, None
+                self.guard(callback)
 
     def turn(self, max_wait=None):
         """Wait for something, call what is ready and due, then write and close."""
@@ -2290,6 +2320,8 @@ class Stream:
     size per turn, so that a busy stream cannot starve the others.
     """
 
+    DESCRIPTORS = ("read_fd", "write_fd")
+
     def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close, on_rest=None):
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
         self.on_lines, self.on_close, self.on_rest = on_lines, on_close, on_rest
@@ -2311,6 +2343,14 @@ class Stream:
             os.set_blocking(fd, False)
         if read_fd is not None:
             loop.watch(read_fd, self._on_ready)
+
+    def resumed(self):
+        """Go on in other code, with what was queued and half read."""
+        for fd in {self.read_fd, self.write_fd} - {None}:
+            os.set_inheritable(fd, False)
+        self._watch_reading()
+        if self._wants_write and self.write_fd is not None and self.write_fd != self.read_fd:
+            self.loop.change(self.write_fd, 2, self._on_writable)
 
     @property
     def closed(self):
@@ -8920,6 +8960,297 @@ def accepted(header):
 
 
 # ---------------------------------------------------------------------------
+# Snapshot: what must the next code know; how is it written down
+#
+# Turns the daemon's objects into bytes and back, for code that takes over in the same
+# process: by class and attribute, with cycles, bound methods and closures. Code itself is
+# not written down: a function is found again by its name, a lambda by what it does. So an
+# attribute that is added to a class needs a default in the class's body, and a nested
+# function that waits for something keeps its name, or the code before cannot be followed.
+# Pure: descriptors are listed, never touched.
+# ---------------------------------------------------------------------------
+
+# What cannot be told from classes and names alone: raised when old snapshots mislead.
+SNAPSHOT_VERSION = 1
+
+
+class SnapshotError(Exception):
+    """The state cannot be written down, or this code cannot take it over; says what is in the way."""
+
+
+def code_by_place():
+    """Return {place: code} of all functions of this file; a place is a tuple of names.
+
+    Functions inside functions count on within one name; lambdas are told by what they do, so
+    that one that was changed is not taken for the one that was meant.
+    """
+    places = {}
+
+    def add(place, code):
+        places[place] = code
+        counts = collections.Counter()
+        for inner in code.co_consts:
+            if isinstance(inner, types.CodeType):
+                if inner.co_name == "<lambda>":
+                    add(place + ("lambda " + code_digest(inner),), inner)
+                else:
+                    counts[inner.co_name] += 1
+                    add(place + ("%s %d" % (inner.co_name, counts[inner.co_name]),), inner)
+
+    def look(prefix, value):
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, types.FunctionType) and value.__module__ == __name__ and "<locals>" not in value.__qualname__:
+            add((prefix + value.__name__,), value.__code__)
+    for name, value in list(globals().items()):
+        if isinstance(value, type) and value.__module__ == __name__:
+            for inner in vars(value).values():
+                look(name + ".", inner)
+        else:
+            look("", value)
+    return places
+
+
+def code_digest(code):
+    """Return text that is equal for code that does the same, wherever it stands in the file."""
+    constants = [code_digest(value) if isinstance(value, types.CodeType) else
+                 sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value) for value in code.co_consts]
+    facts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants)
+    return hashlib.sha256(repr(facts).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_SEQUENCES = {}
+
+
+def _sequence_kinds():
+    if not _SEQUENCES:
+        _SEQUENCES.update({list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"})
+        _SEQUENCES.update({dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"})
+    return _SEQUENCES
+
+
+class SnapshotWriter:
+    """Writes objects down as numbered nodes, breadth first, so that no depth is too deep.
+
+    A plain value stands for itself, (number,) for a node. `descriptors` are those that the
+    objects own: they must stay open for whoever reads this.
+    """
+
+    def __init__(self):
+        self.nodes, self.descriptors = [], []
+        self._numbers = {}               # id of an object -> its number
+        self._kept = []                  # the objects, so that no id is used twice
+        self._todo = collections.deque()
+        self._places = {code: place for place, code in code_by_place().items()}
+
+    def dump(self, root):
+        """Return everything that `root` leads to, as bytes. Raises SnapshotError."""
+        first = self._value(root)
+        while self._todo:
+            number, value = self._todo.popleft()
+            self.nodes[number] = self._node(value)
+        return marshal.dumps((SNAPSHOT_VERSION, self.nodes, first, self.descriptors))
+
+    def _value(self, value):
+        if type(value) in _PLAIN:
+            return value
+        if type(value) is memoryview:
+            return bytes(value)
+        if isinstance(value, int):
+            return int(value)            # constants of `socket` and `signal` have classes of their own
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self.nodes)
+            self.nodes.append(None)
+            self._kept.append(value)
+            self._todo.append((number, value))
+        return (number,)
+
+    def _node(self, value):
+        kind = type(value)
+        name = _sequence_kinds().get(kind)
+        if name in ("dict", "ordered", "counter"):
+            return (name, [self._value(part) for pair in value.items() for part in pair])
+        if name == "deque":
+            return (name, [self._value(part) for part in value], value.maxlen)
+        if name is not None:
+            return (name, [self._value(part) for part in value])
+        if kind is bytearray:
+            return ("bytearray", bytes(value))
+        if kind is types.MethodType:
+            return ("method", self._value(value.__self__), value.__func__.__name__)
+        if kind is types.FunctionType:
+            return self._function(value)
+        if kind is types.CellType:
+            try:
+                return ("cell", [self._value(value.cell_contents)])
+            except ValueError:
+                return ("cell", [])
+        if isinstance(value, type) and value.__module__ == __name__:
+            return ("class", value.__qualname__)
+        if kind is socket.socket:
+            self.descriptors.append(value.fileno())
+            return ("socket", value.fileno())
+        if kind.__module__ == __name__:
+            return self._object(value)
+        raise SnapshotError("a %s cannot be taken along: %s" % (kind.__name__, repr(value)[:200]))
+
+    def _function(self, function):
+        if "<locals>" not in function.__qualname__:
+            return ("function", (function.__qualname__,), [], None, None)
+        place = self._places.get(function.__code__)
+        if place is None:
+            raise SnapshotError("the function %s is not of this file" % function.__qualname__)
+        cells = [part for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
+                 for part in (name, self._value(cell))]
+        return ("function", place, cells, self._value(function.__defaults__), self._value(function.__kwdefaults__))
+
+    def _object(self, value):
+        attributes = value.taken_along() if hasattr(value, "taken_along") else attributes_of(value)
+        for name in getattr(value, "DESCRIPTORS", ()):
+            if attributes.get(name) is not None and attributes[name] not in self.descriptors:
+                self.descriptors.append(attributes[name])
+        pairs = [part for name, inner in attributes.items() for part in (name, self._value(inner))]
+        arguments = self._value(value.args) if isinstance(value, BaseException) else None
+        return ("object", type(value).__qualname__, pairs, arguments)
+
+
+def attributes_of(value):
+    """Return an object's attributes by name, those in slots as well."""
+    found = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+class SnapshotReader:
+    """Makes the objects of a snapshot again. With `dry` no descriptor is touched.
+
+    After `load`, `resume` lets those with a `resumed` method open what cannot be written
+    down. Raises SnapshotError where this code has not what the other one meant.
+    """
+
+    def __init__(self, data, dry=False):
+        try:
+            self.version, self.nodes, self.root, self.descriptors = marshal.loads(data)
+        except (ValueError, TypeError, EOFError) as error:
+            raise SnapshotError("the snapshot cannot be read: %s" % error)
+        if self.version != SNAPSHOT_VERSION:
+            raise SnapshotError("the snapshot has version %s, this code reads %d" % (self.version, SNAPSHOT_VERSION))
+        self.dry = dry
+        self.made = [None] * len(self.nodes)
+        self._is_made = [False] * len(self.nodes)
+        self._places = code_by_place()
+
+    def load(self):
+        """Return the root object, with everything that it leads to."""
+        for number in range(len(self.nodes)):
+            self._get(number)
+        for number, node in enumerate(self.nodes):
+            self._fill(self.made[number], node)
+        return self._value(self.root)
+
+    def resume(self):
+        """Let the loop, and then all others, open what they need."""
+        able = [value for value in self.made if hasattr(type(value), "resumed")]
+        for value in sorted(able, key=lambda value: not isinstance(value, Loop)):
+            value.resumed()
+
+    def _value(self, value):
+        return self._get(value[0]) if type(value) is tuple else value
+
+    def _values(self, values):
+        return [self._value(value) for value in values]
+
+    def _get(self, number):
+        if not self._is_made[number]:
+            self.made[number] = self._make(self.nodes[number])
+            self._is_made[number] = True
+        return self.made[number]
+
+    def _make(self, node):
+        """Make what can be made before everything it holds is: the rest is filled in later."""
+        kind = node[0]
+        if kind in ("list", "set", "dict", "ordered", "counter"):
+            return {"list": list, "set": set, "dict": dict, "ordered": collections.OrderedDict,
+                    "counter": collections.Counter}[kind]()
+        if kind in ("tuple", "frozenset"):
+            return (tuple if kind == "tuple" else frozenset)(self._values(node[1]))
+        if kind == "deque":
+            return collections.deque(maxlen=node[2])
+        if kind == "bytearray":
+            return bytearray(node[1])
+        if kind == "cell":
+            return types.CellType()
+        if kind == "class":
+            return self._named(node[1])
+        if kind == "socket":
+            return None if self.dry else socket.socket(fileno=node[1])
+        if kind == "object":
+            made = self._named(node[1])
+            return made.__new__(made)
+        if kind == "method":
+            owner = self._value(node[1])
+            function = getattr(type(owner), node[2], None)
+            if function is None:
+                raise SnapshotError("%s has no method %s any more" % (type(owner).__name__, node[2]))
+            return types.MethodType(function, owner)
+        return self._function(node)
+
+    def _named(self, name):
+        value = globals().get(name)
+        if not isinstance(value, type):
+            raise SnapshotError("there is no class %s any more" % name)
+        return value
+
+    def _function(self, node):
+        _, place, cells, _, _ = node
+        if len(place) == 1 and not cells:
+            owner, _, name = place[0].rpartition(".")
+            function = getattr(globals().get(owner), name, None) if owner else globals().get(name)
+            if not isinstance(function, types.FunctionType):
+                raise SnapshotError("there is no function %s any more" % place[0])
+            return function
+        code = self._places.get(tuple(place))
+        if code is None:
+            raise SnapshotError("there is no function %s any more" % " in ".join(reversed(place)))
+        known = dict(zip(cells[::2], cells[1::2]))
+        missing = [name for name in code.co_freevars if name not in known]
+        if missing:
+            raise SnapshotError("the function %s needs %s now" % (" in ".join(reversed(place)), ", ".join(missing)))
+        closure = tuple(self._value(known[name]) for name in code.co_freevars)
+        return types.FunctionType(code, globals(), code.co_name, None, closure)
+
+    def _fill(self, made, node):
+        kind = node[0]
+        if kind == "list":
+            made.extend(self._values(node[1]))
+        elif kind == "deque":
+            made.extend(self._values(node[1]))
+        elif kind == "set":
+            made.update(self._values(node[1]))
+        elif kind in ("dict", "ordered", "counter"):
+            values = self._values(node[1])
+            dict.update(made, zip(values[::2], values[1::2])) if kind != "ordered" else made.update(
+                zip(values[::2], values[1::2]))
+        elif kind == "cell" and node[1]:
+            made.cell_contents = self._value(node[1][0])
+        elif kind == "function" and (node[3] is not None or node[4] is not None):
+            made.__defaults__, made.__kwdefaults__ = self._value(node[3]), self._value(node[4])
+        elif kind == "object":
+            for name, value in zip(node[2][::2], self._values(node[2][1::2])):
+                object.__setattr__(made, name, value)
+            if node[3] is not None:
+                made.args = self._value(node[3])
+
+
+# ---------------------------------------------------------------------------
 # Daemon: how the parts start, reload and stop
 #
 # Puts the sections above together: directories, lock, socket, links to shims, the watched
@@ -8938,6 +9269,7 @@ class DaemonPaths:
         self.record = os.path.join(self.state, "daemon-%s.json" % name)
         self.sessions = os.path.join(self.state, "sessions-%s.json" % name)
         self.log = os.path.join(self.state, "logs", "daemon-%s.log" % name)
+        self.code = os.path.join(self.state, "code")
         self.socket = socket_path(config_file, env)
 
     def recorded_socket(self):
@@ -9391,6 +9723,8 @@ class StdioLink:
 class Daemon:
     """The core: everything hosts and commands reach goes through here, by method."""
 
+    DESCRIPTORS = ("lock_fd",)
+
     def __init__(self, config_file, env, log, standalone=False):
         self.env, self.log, self.standalone = env, log, standalone
         self.paths = DaemonPaths(config_file, env)
@@ -9434,6 +9768,25 @@ class Daemon:
         self._listener = None
         self._socket_inode = None
         self._on_stopped = []
+        self.lock_fd = None
+        self.source = os.path.realpath(__file__)      # where this code came from
+        with open(self.source, "rb") as file:
+            self.started_from = hashlib.sha256(file.read()).digest()
+        self.upgrades, self.upgrade = 0, None         # the Upgrade that is under way
+        self._refused_code = None                     # (path, mtime, size) that did not prove itself
+        self._newer_links = []                        # (link, hello) that need newer code
+
+    def taken_along(self):
+        """All of it: what is not here would be lost with an upgrade."""
+        return self.__dict__
+
+    def resumed(self):
+        """Go on in other code."""
+        if self.lock_fd is not None:
+            os.set_inheritable(self.lock_fd, False)
+        self._watch_doors()
+        self._take_signals()
+        self._write_record()
 
     def new_id(self):
         """Return a number that no incarnation of the daemon has used or will use."""
@@ -9464,9 +9817,7 @@ class Daemon:
             self._listen()
             self._write_record()
         raise_descriptor_limit()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.on_signal(number, lambda number=number: self.shutdown(signal.Signals(number).name))
-        self.loop.on_signal(signal.SIGHUP, lambda: self.check_config(force=True))
+        self._take_signals()
         self.pool.orphans.find()
         if not self.standalone:
             self.http.load_sessions(self.paths.sessions)
@@ -9474,6 +9825,30 @@ class Daemon:
         self._watch_config()
         self._keep_warm()
         self.log.info("mcpx %s serves %s, pid %d", __version__, self.paths.config, os.getpid())
+
+    def _take_signals(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.on_signal(number, lambda number=number: self.shutdown(signal.Signals(number).name))
+        self.loop.on_signal(signal.SIGHUP, lambda: self.check_config(force=True))
+
+    def _watch_doors(self):
+        """Look after the listening sockets, new ones and those that were taken over."""
+        for listener in ([self._listener] if self._listener is not None else []) + list(self._tcp.values()):
+            listener.setblocking(False)
+            listener.set_inheritable(False)
+            self._watch_door(listener)
+
+    def _watch_door(self, listener):
+        if listener is self._listener:
+            self.loop.change(listener.fileno(), 1, lambda _mask: self._accept())
+        elif listener in self._tcp.values():
+            self.loop.change(listener.fileno(), 1, lambda _mask: self._accept_tcp(listener))
+
+    def _leave_door(self, listener, error):
+        """Out of descriptors: leave the door for a moment instead of spinning at it."""
+        self.log.error("a connection cannot be accepted: %s", error.strerror)
+        self.loop.unwatch(listener.fileno())
+        self.loop.call_later(0.5, lambda: self._watch_door(listener))
 
     def _listen(self):
         path = self.paths.socket
@@ -9492,10 +9867,9 @@ class Daemon:
         finally:
             os.umask(old_mask)
         listener.listen(512)
-        listener.setblocking(False)
         self._socket_inode = os.lstat(path).st_ino
         self._listener = listener
-        self.loop.watch(listener.fileno(), lambda _mask: self._accept())
+        self._watch_doors()
 
     def _open_tcp(self):
         """Open, move or close the TCP door, as `http.listen` and `http.auth` say; never fatal."""
@@ -9542,9 +9916,8 @@ class Daemon:
             self.log.error("http.listen %s:%d: %s; hosts over stdio are served, it is tried again",
                            address[0], address[1], error.strerror)
             return False
-        listener.setblocking(False)
         self._tcp[(family, address)] = listener
-        self.loop.watch(listener.fileno(), lambda _mask: self._accept_tcp(listener))
+        self._watch_doors()
         return True
 
     def _close_tcp(self):
@@ -9559,10 +9932,7 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:
-            self.log.error("a connection cannot be accepted: %s", error.strerror)
-            self.loop.unwatch(listener.fileno())
-            self.loop.call_later(0.5, lambda: listener in self._tcp.values() and self.loop.watch(
-                listener.fileno(), lambda _mask: self._accept_tcp(listener)))
+            self._leave_door(listener, error)
             return
         connection.setblocking(False)
         if len(self.http.connections) >= self.config.get("http.connections"):
@@ -9581,11 +9951,7 @@ class Daemon:
             except BlockingIOError:
                 return
             except OSError as error:
-                # Out of descriptors: leave the door for a moment instead of spinning at it.
-                self.log.error("a connection cannot be accepted: %s", error.strerror)
-                self.loop.unwatch(self._listener.fileno())
-                self.loop.call_later(0.5, lambda: self._listener and self.loop.watch(
-                    self._listener.fileno(), lambda _mask: self._accept()))
+                self._leave_door(self._listener, error)
                 return
             connection.setblocking(False)
             if peer_credentials(connection)[1] != os.getuid():
@@ -9610,10 +9976,16 @@ class Daemon:
             self.log.warning("a connection did not begin with a hello; closed")
             link.close("no hello")
             return
+        newer = self._is_newer(hello)
+        if newer:
+            self._upgrade_to(hello["file"])
         if hello["mcpx"] > LINK_VERSION:
-            link.control("fail this daemon (mcpx %s) is older than the shim (%s); run `mcpx stop`, the next "
-                         "request starts the new one" % (__version__, hello.get("version")))
-            link.close("newer shim")
+            if newer and self.upgrade is not None:
+                # It is greeted by the code that knows its words.
+                self._newer_links.append((link, line))
+                link.stream.pause(True)
+            else:
+                self._refuse_newer(link, hello.get("version"))
             return
         if hello.get("role") == "control":
             def respond(message):
@@ -9623,6 +9995,58 @@ class Daemon:
             Control(self, respond).run(hello.get("op"), hello)
             return
         self._welcome(link, hello)
+
+    # -- other code ---------------------------------------------------------------------
+
+    def _is_newer(self, hello):
+        """Does a shim or command of this user come from a newer file than this daemon?"""
+        return (self.config.get("upgrade") == "auto" and not self.standalone and isinstance(hello.get("file"), str)
+                and version_numbers(hello.get("version")) > version_numbers(__version__))
+
+    def _refuse_newer(self, link, version):
+        link.control("fail this daemon (mcpx %s) is older than the shim (%s); run `mcpx reload --upgrade` or "
+                     "`mcpx stop`, the next request starts the new one" % (__version__, version))
+        link.close("newer shim")
+
+    def _upgrade_to(self, path):
+        """Go on with a newer file, unless it was tried before."""
+        try:
+            info = os.stat(path)
+            stamp = (path, info.st_mtime_ns, info.st_size)
+        except OSError:
+            return
+        if self.upgrade is not None or self.stopping or stamp == self._refused_code:
+            return
+
+        def done(message):
+            if "error" in message:
+                self._refused_code = stamp
+                self.log.error("the code of %s is not used: %s", path, message["error"]["message"])
+        try:
+            self.begin_upgrade(path, done)
+        except RpcError as error:
+            done({"error": error.as_object()})
+
+    def begin_upgrade(self, path, on_done):
+        """Take over the code of a file; `on_done(message)` once that has succeeded or failed. Raises RpcError."""
+        if self.upgrade is not None:
+            raise RpcError(INVALID_REQUEST, "an upgrade is under way already")
+        if self.stopping or self.standalone:
+            raise RpcError(INVALID_REQUEST, "mcpx is ending" if self.stopping else "there is no daemon")
+        self.upgrade = Upgrade(self, path, on_done)
+        try:
+            self.upgrade.begin()
+        except (UsageError, SnapshotError, OSError) as error:
+            self.upgrade = None
+            raise RpcError(INVALID_PARAMS, "%s: %s" % (path, error))
+
+    def upgrade_over(self):
+        """The upgrade has succeeded or failed: who needed it is served, or told."""
+        self.upgrade = None
+        waiting, self._newer_links = self._newer_links, []
+        for link, line in waiting:
+            link.stream.pause(False)
+            self.on_hello(link, line)
 
     def _welcome(self, link, hello):
         names = [name for name in hello.get("names") or () if isinstance(name, str)]
@@ -10248,6 +10672,236 @@ class Daemon:
         self._idle_timer = self.loop.call_later(self.config.get("idleExit"), due)
 
 
+def version_numbers(text):
+    """Return a version as numbers that compare; () for what is none."""
+    parts = text.split(".") if isinstance(text, str) else []
+    return tuple(int(part) for part in parts) if all(part.isascii() and part.isdigit() for part in parts) else ()
+
+
+# Signals that must not be lost between two codes in one process.
+UPGRADE_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGCHLD")
+# The new code ends the process if it does not get to its loop: then it is as after a crash.
+EXEC_WAIT_S = 20
+
+
+def read_code(path):
+    """Return the code of a file that may run as us: ours, and writable by nobody else. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            info, data = os.fstat(file.fileno()), file.read()
+    except OSError as error:
+        raise UsageError("cannot be read: %s" % error.strerror)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise UsageError("is not a file that belongs to you and that only you can write; chmod go-w it")
+    return data
+
+
+def keep_code(directory, data):
+    """Keep a copy of code under a name made of its hash, so that what was checked is what runs; returns its path."""
+    make_private_directory(directory)
+    path = os.path.join(directory, "mcpx-%s.py" % hashlib.sha256(data).hexdigest()[:16])
+    try:
+        with open(path, "rb") as file:
+            if file.read() == data:
+                return path
+    except OSError:
+        data = bytes(data)               # the usual case: it is not there yet
+    write_private_file(path, data)
+    return path
+
+
+def forget_code(directory, keep):
+    """Remove the copies of code that nobody runs any more."""
+    for path in glob.glob(os.path.join(directory, "mcpx-*.py")):
+        if path not in keep:
+            try:
+                os.unlink(path)
+            except OSError:
+                continue
+
+
+def memory_file(data):
+    """Return a descriptor of a nameless file with this content, at its start."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("mcpx-snapshot")
+    else:
+        fd, path = tempfile.mkstemp(prefix="mcpx-snapshot-")
+        os.unlink(path)
+    _write_all(fd, data)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def read_all(fd):
+    """Return the content of a descriptor from its start."""
+    os.lseek(fd, 0, os.SEEK_SET)
+    pieces = []
+    while True:
+        piece = os.read(fd, 1 << 20)
+        if not piece:
+            return b"".join(pieces)
+        pieces.append(piece)
+
+
+class Upgrade:
+    """One exchange of the daemon's code, in the same process: copy, check the copy, write all down, exec.
+
+    The check is an ordinary child that takes over a copy of the state and looks at all of
+    it. Up to the exec a failure changes nothing; after it the code before takes over again.
+    """
+
+    def __init__(self, core, path, on_done):
+        self.core, self.path, self.on_done = core, path, on_done
+        self.copy = self.previous = self.pid = self.timer = self.stream = None
+        self.output = collections.deque(maxlen=20)
+        self.started = time.monotonic()
+
+    def begin(self):
+        """Start the check. Raises UsageError, SnapshotError or OSError."""
+        core = self.core
+        self.copy = keep_code(core.paths.code, read_code(self.path))
+        self.previous = running_copy(core.paths.code, core.started_from)
+        snapshot = memory_file(SnapshotWriter().dump(core))
+        read_fd, write_fd = os.pipe()
+        try:
+            process = subprocess.Popen(
+                code_command(self.copy, "daemon", "--config", core.paths.config, "--check-fd", str(snapshot)),
+                stdin=subprocess.DEVNULL, stdout=write_fd, stderr=write_fd, pass_fds=(snapshot,), cwd="/",
+                start_new_session=True)
+        except OSError:
+            os.close(read_fd)
+            raise
+        finally:
+            os.close(write_fd)
+            os.close(snapshot)
+        process.returncode = 0           # reaped by pid, see Child.spawn
+        self.pid = process.pid
+        self.stream = Stream(core.loop, read_fd, None, 65536, self._on_output, None)
+        core.loop.on_exit(self.pid, self._checked)
+        timeout = core.config.get("upgradeTimeout")
+        self.timer = core.loop.call_later(timeout, lambda: self._too_slow(timeout))
+
+    def _on_output(self, lines):
+        self.output += [line.decode("utf-8", "replace") for line in lines if isinstance(line, bytes)]
+
+    def _too_slow(self, timeout):
+        self.output.append("it did not prove itself in %gs (upgradeTimeout)" % timeout)
+        os.kill(self.pid, signal.SIGKILL)
+
+    def _checked(self, status):
+        self.stream.read_rest()
+        self.stream.close("the check is over")
+        self.stream = None
+        self.timer.cancel()
+        if status != 0 or not any(line.startswith("ok ") for line in self.output):
+            self.fail("the new code does not take over (%s): %s" % (
+                describe_status(status), " ".join(self.output)[-1000:] or "it said nothing"))
+        elif self.core.stopping:
+            self.fail("mcpx is ending")
+        else:
+            self.core.loop.between_turns = self._exec
+
+    def _exec(self):
+        """Become the new code; returns only if that did not work."""
+        writer, fd = SnapshotWriter(), None
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
+        try:
+            fd = memory_file(writer.dump(self.core))
+            for descriptor in writer.descriptors + [fd]:
+                os.set_inheritable(descriptor, True)
+            signal.alarm(EXEC_WAIT_S)
+            exec_daemon(self.copy, self.core.paths.config, fd, self.previous)
+        except (OSError, SnapshotError) as error:
+            signal.alarm(0)
+            for descriptor in writer.descriptors:
+                os.set_inheritable(descriptor, False)
+            if fd is not None:
+                os.close(fd)
+            self.fail(str(error))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+    def fail(self, text):
+        """The code goes on that ran before."""
+        self.core.log.error("the upgrade to %s failed: %s", self.path, text)
+        self.core.upgrade_over()
+        self.on_done({"error": RpcError(INTERNAL_ERROR, "the daemon goes on with the code it has: " + text).as_object()})
+
+    def succeed(self):
+        """Called in the new code."""
+        core = self.core
+        core.upgrades, core.source = core.upgrades + 1, self.path
+        core.log.info("mcpx %s goes on, with the code of %s; it took %.2f s", __version__, self.path,
+                      time.monotonic() - self.started)
+        forget_code(core.paths.code, (self.copy, self.previous))
+        core.api.emit("upgrade", {"version": __version__, "upgrades": core.upgrades})
+        core.upgrade_over()
+        self.on_done({"result": {"upgraded": __version__, "pid": os.getpid(), "file": self.path}})
+
+
+def running_copy(directory, started_from):
+    """Return a file with the code that runs now, to go back to; None where it cannot be had any more.
+
+    `started_from` is the digest that the file had when this daemon was started from it.
+    """
+    path = os.path.realpath(__file__)
+    if os.path.dirname(path) == os.path.realpath(directory):
+        return path
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError:
+        return None
+    return keep_code(directory, data) if hashlib.sha256(data).digest() == started_from else None
+
+
+def code_command(path, *arguments):
+    """Return the command line that runs a copy of this file from cached byte code."""
+    return [sys.executable, "-I", "-S", "-c", boot_code(), path] + list(arguments)
+
+
+def exec_daemon(path, config, fd, previous, failed=None):
+    """Become the daemon of the code at `path`, with the snapshot in `fd`. Raises OSError."""
+    arguments = ["daemon", "--config", config, "--resume-fd", str(fd)]
+    arguments += ["--previous", previous] if previous else []
+    arguments += ["--failed", failed] if failed else []
+    command = code_command(path, *arguments)
+    os.execv(command[0], command)
+
+
+def check_snapshot(fd):
+    """Prove that this code can take over: restore a copy of the state, and look at all of it. Returns the exit status."""
+    core = SnapshotReader(read_all(fd), dry=True).load()
+    json.dumps(Control(core, print).op_status({}, {}))
+    sys.stdout.write("ok %s\n" % __version__)
+    return 0
+
+
+def resume_daemon(fd, previous, failed):
+    """Take over from other code in this process. Returns the Daemon; does not return where that fails."""
+    descriptors = []
+    try:
+        reader = SnapshotReader(read_all(fd))
+        descriptors = reader.descriptors
+        core = reader.load()
+        reader.resume()
+    except BaseException as error:
+        if previous is None or failed:
+            raise
+        for descriptor in descriptors + [fd]:
+            os.set_inheritable(descriptor, True)
+        signal.alarm(EXEC_WAIT_S)
+        exec_daemon(previous, "", fd, None, "%s: %s" % (type(error).__name__, error))
+    os.close(fd)
+    signal.alarm(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
+    if failed:
+        core.upgrade.fail(failed)
+    else:
+        core.upgrade.succeed()
+    return core
+
+
 def listen_addresses(text, auth):
     """Return [(family, address)] of `http.listen`. Raises UsageError for what must not be.
 
@@ -10323,7 +10977,7 @@ class Control:
                        "configError": core._config_error, "socket": core.paths.socket,
                        "started": core.started_wall, "uptime": round(now - core.started_at, 3),
                        "memory": memory_bytes(os.getpid()), "state": "stopping" if core.stopping else "running",
-                       "incarnation": core.incarnation},
+                       "incarnation": core.incarnation, "upgrades": core.upgrades},
             "instances": [self._instance(i) for i in pool.instances.values() if i.slot is not None],
             "warm": [{"id": i.id, "server": i.definition.server.name, "pid": i.pid}
                      for ready in pool.warm.values() for i in ready],
@@ -10487,6 +11141,15 @@ class Control:
             raise RpcError(INVALID_PARAMS, "the configuration is not used, the last good one stays: %s" % error)
         return {"reloaded": self.core.paths.config, "servers": sorted(self.core.config.servers)}
 
+    def op_upgrade(self, args, hello):
+        """Go on with the code of a file; for commands of the same user alone."""
+        if "pid" not in hello:
+            raise RpcError(METHOD_NOT_FOUND, "not here")
+        path = args.get("file")
+        if not isinstance(path, str) or not os.path.isabs(path):
+            raise RpcError(INVALID_PARAMS, "file takes an absolute path")
+        self.core.begin_upgrade(path, self.reply)
+
     def op_asks(self, _args, _hello):
         """The open questions."""
         return {"questions": [describe_question(q) for q in self.core.questions.by_id.values()]}
@@ -10550,7 +11213,7 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
         log = Log(RotatedFile(paths.log, parse_setting(SETTINGS["log.maxBytes"], SETTINGS["log.maxBytes"].default),
                               SETTINGS["log.files"].default), echo=not started_by_shim)
         daemon = Daemon(config_file, env, log)
-        daemon.idle_exit = started_by_shim
+        daemon.idle_exit, daemon.lock_fd = started_by_shim, lock
         daemon.start()
     except (UsageError, OSError) as error:
         ready("failed %s\n" % error)
@@ -10560,14 +11223,19 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
     ready("ok\n")
     sd_notify(env, "READY=1")
     daemon._maybe_idle_exit()
+    return turn_until_stopped(daemon)
+
+
+def turn_until_stopped(daemon):
+    """Run the loop of a daemon to its end. Returns the exit status."""
     try:
         daemon.loop.run()
     except BaseException:
         # Nobody reads the stderr of a detached process.
-        log.error("mcpx ends by a mistake of its own, please report it: %s", traceback.format_exc())
+        daemon.log.error("mcpx ends by a mistake of its own, please report it: %s", traceback.format_exc())
         raise
-    sd_notify(env, "STOPPING=1")
-    os.close(lock)
+    sd_notify(daemon.env, "STOPPING=1")
+    os.close(daemon.lock_fd)
     return 0
 
 
@@ -11128,6 +11796,7 @@ class Shim:
     def _greet(self):
         self.state, self.deadline = "hello", time.monotonic() + HELLO_WAIT_S
         hello = [("mcpx", LINK_VERSION), ("role", "serve"), ("version", __version__), ("names", self.names)]
+        hello.append(("file", os.path.realpath(__file__)))
         hello += caller_facts(self.env).items()
         hello.append(("resent", [entry[1] for entry in self.kept.values()]))
         text = ",".join("%s:%s" % (to_json(name), to_json(value)) for name, value in hello)
@@ -11876,6 +12545,10 @@ def cmd_serve(options):
 
 def cmd_daemon(options):
     """Be the daemon, until it is told to end."""
+    if options.check_fd is not None:
+        return check_snapshot(options.check_fd)
+    if options.resume_fd is not None:
+        return turn_until_stopped(resume_daemon(options.resume_fd, options.previous, options.failed))
     ready_fd = options.ready_fd
     return run_daemon(options.config_file, dict(os.environ), ready_fd is not None, ready_fd)
 
@@ -12059,7 +12732,12 @@ def cmd_restart(options):
 
 def cmd_reload(options):
     """Have the daemon read its configuration again."""
-    data = running_daemon(options).control("reload")
+    client = running_daemon(options)
+    if options.upgrade:
+        wait = parse_setting(SETTINGS["upgradeTimeout"], SETTINGS["upgradeTimeout"].default) * 3
+        data = client.control("upgrade", {"file": os.path.realpath(__file__)}, wait)
+        return Output(data, "the daemon, pid %d, goes on with mcpx %s of %s" % (data["pid"], data["upgraded"], data["file"]))
+    data = client.control("reload")
     return Output(data, "reloaded %s: servers %s" % (data["reloaded"], ", ".join(data["servers"]) or "none"))
 
 
@@ -12424,7 +13102,11 @@ COMMANDS = {
     "serve": Command(cmd_serve, "be the MCP server that a host launches", argument("names", nargs="*", metavar="SERVER"),
                      argument("--standalone", action="store_true", help="without a daemon"), _SESSION, json_output=False),
     "daemon": Command(cmd_daemon, "be the daemon, in the foreground (for systemd, launchd)",
-                      argument("--ready-fd", type=int, help="say there whether the start worked"), json_output=False),
+                      argument("--ready-fd", type=int, help="say there whether the start worked"),
+                      argument("--check-fd", type=int, help="look at a snapshot: can this code take over?"),
+                      argument("--resume-fd", type=int, help="take over, with the snapshot there"),
+                      argument("--previous", help="the code to go back to"),
+                      argument("--failed", help="why the code after this one did not take over"), json_output=False),
     "status": Command(cmd_status, "what runs, for whom, and why"),
     "ls": Command(cmd_ls, "list the servers, or what one offers", argument("server", nargs="?")),
     "call": Command(cmd_call, "call a tool", argument("tool", metavar="SERVER.TOOL"),
@@ -12434,7 +13116,9 @@ COMMANDS = {
     "stop": Command(cmd_stop, "end an instance, a server, or the daemon and all it runs",
                     argument("name", nargs="?", metavar="SERVER|INSTANCE")),
     "restart": Command(cmd_restart, "end and start anew", argument("name", metavar="SERVER|INSTANCE")),
-    "reload": Command(cmd_reload, "read the configuration again"),
+    "reload": Command(cmd_reload, "read the configuration again, or go on with this file's code",
+                      argument("--upgrade", action="store_true", help="have the daemon go on with the code of this file; "
+                               "hosts, servers and calls stay")),
     "logs": Command(cmd_logs, "show the daemon's log, or a server's stderr", argument("server", nargs="?"),
                     argument("-f", "--follow", action="store_true"),
                     argument("-n", "--lines", type=int, default=50), json_output=False),
