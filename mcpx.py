@@ -2609,7 +2609,7 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
+                 "has_logged", "may_have_asked", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2627,6 +2627,7 @@ class Call:
         self.waits_turn = False          # its wait for other hosts' questions is bounded by a timer
         self.over = False                # the server has answered it, be it late: it asks nothing more
         self.has_asked = False           # a question was told to be its
+        self.may_have_asked = False      # one came while it was in flight that may be its
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
@@ -5414,6 +5415,8 @@ class Questions:
         slot = question.instance.slot
         self._unattributed.append(question)
         slot.held = True
+        for call in question.candidates:
+            call.may_have_asked = True
 
         def give_up():
             if question in self._unattributed:
@@ -6023,7 +6026,7 @@ class Host:
         """What it did not do is learned too: its tool may have been suspected of asking."""
         if call.schema is not None and call.slot is not None:
             self.core.schemas.note_quiet(call)
-            if not call.has_asked:
+            if not call.has_asked and not call.may_have_asked:
                 self.core.schemas.note_clean(call.schema, name_of(call))
 
     def _mark_restarted(self, call, result):
@@ -6091,7 +6094,23 @@ class LegacyHost(Host):
     # -- from the link ---------------------------------------------------------
 
     def on_line(self, seq, line, losses=0):
-        """Take one line. `losses`: how often a daemon died with it."""
+        """Take one line. `losses`: how often a daemon died with it.
+
+        A mistake of ours in one line costs that line: its link goes on, as a shim would
+        repeat it on the next one.
+        """
+        try:
+            self._take_line(seq, line, losses)
+        except Exception:
+            self.core.log.error("internal error, please report it: %s", traceback.format_exc())
+            host_id = None if isinstance(line, Oversize) else guess_id(line[:OVERSIZE_HEAD_BYTES])
+            if host_id is None:
+                self.link.settled(seq)
+            else:
+                self.calls.pop(host_id, None)
+                self._send(seq, error_message(host_id, RpcError(INTERNAL_ERROR, "internal error of mcpx; its log has more")))
+
+    def _take_line(self, seq, line, losses):
         if isinstance(line, Oversize):
             error = LimitReached("the message has more than %d bytes; raise limits.lineBytes"
                                  % self.core.config.get("limits.lineBytes"))
@@ -6125,7 +6144,7 @@ class LegacyHost(Host):
                     self._cancelled_ids.add(wanted)
         for seq, line, losses in lines:
             self.on_line(seq, line, losses)
-        self._cancelled_ids.clear()
+        self._cancelled_ids = set()
 
     def _on_batch(self, seq, members, losses):
         # MCP 2025-03-26, basic/index: batches are received there, and in no other revision.
@@ -6148,7 +6167,9 @@ class LegacyHost(Host):
         if kind == "request":
             self._on_request(seq, message, line, losses)
             return
-        if kind == "notification":
+        if losses >= MAX_LOSSES:
+            self.core.log.warning("%d daemons ended with a %s of host %s; it is dropped", losses, kind, self.id)
+        elif kind == "notification":
             self._on_notification(message)
         else:
             self._on_answer(message)

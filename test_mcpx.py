@@ -12,14 +12,17 @@ what the hosts, the shims, the daemon and the servers have said.
 """
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
+import glob
 import http.client
 import itertools
 import json
 import os
 import queue
 import random
+import re
 import select
 import shutil
 import signal
@@ -4599,6 +4602,176 @@ def test_a_pid_of_somebody_else_in_the_records_is_left_alone(lab):
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def newer_code(lab, *changes, version="9.9.9"):
+    """A copy of the program under another version, with pieces replaced; returns its path."""
+    with open(MCPX) as file:
+        text = file.read()
+    for old, new in (('__version__ = "%s"' % mcpx.__version__, '__version__ = "%s"' % version),) + changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    path = lab.path("newer-%d.py" % len(os.listdir(lab.root)))
+    with open(path, "w") as file:
+        file.write(text)
+    os.chmod(path, 0o755)
+    return path
+
+
+def run_code(lab, path, *arguments, input=None):
+    return subprocess.run([sys.executable, path, *arguments], env=lab.env, cwd=lab.work, stdout=subprocess.PIPE, input=input,
+                          stderr=subprocess.PIPE, timeout=60, universal_newlines=True)
+
+
+def test_the_code_is_exchanged_under_hosts_that_notice_nothing(lab):
+    """Calls in flight, progress, a subscription, an open question, HTTP streams, queued calls: all of it goes on."""
+    web = Web(lab, demo=demo("--era", "legacy", scope="global"), alone=demo(scope="global", sharing="exclusive"),
+              asker=demo("--era", "legacy", scope="global"), mine=demo(scope="session"), curious=lab.role("curious", "curious", scope="session"))
+    answers = []
+    host = lab.host("demo", "alone", "mine", "curious", capabilities={"elicitation": {}})
+    other = lab.host("demo")
+    session = WebSession(web, "demo")
+    host.call("mine_set", value="kept"), host.call("demo_set", value="shared")
+    host.ask("resources/subscribe", {"uri": "demo://state"})
+    gate = lab.path("gate")
+    slow = host.begin("demo_sleep", {"progressToken": "p"}, seconds=5, every=0.2, text="slow")
+    queued = [host.begin("alone_sleep", seconds=0.3, text="q%d" % n) for n in range(5)]
+    asked = host.begin("curious_inquire")
+    question = host.expect(lambda m: m.get("method") == "elicitation/create", "the question")
+    held = web.modern("asker", "tools/call", {"name": "ask", "arguments": {"message": "?"}})[1][-1]["result"]
+    streams = [threading.Thread(target=lambda: answers.append(session.tool("sleep", seconds=4, text="legacy"))),
+               threading.Thread(target=lambda: answers.append(web.tool("demo", "sleep", seconds=4, text="modern")))]
+    for stream in streams:
+        stream.start()
+    lab.wait_for("all calls", lambda: sum(i["inFlight"] for i in lab.instances("demo")) == 3)
+    before, daemon = {i["id"]: i["pid"] for i in lab.instances()}, lab.daemon_pid()
+    big = "x" * 3_000_000
+    for n in range(6):
+        # Half a line in the shim's socket, an answer half written: cut wherever they are.
+        echo = other.begin("echo", text=big)
+        lab.command("reload", "--upgrade")
+        assert text_of(other.result(echo)) == big
+        status = lab.status()
+        assert status["daemon"]["upgrades"] == n + 1 and status["daemon"]["pid"] == daemon
+        assert {i["id"]: i["pid"] for i in status["instances"]}.items() >= before.items()
+    host.send({"id": question["id"], "result": {"action": "accept", "content": {"answer": "a"}}})
+    assert json.loads(text_of(host.result(asked)))["content"] == {"answer": "a"}
+    assert "slow" in text_of(host.result(slow))
+    assert [m["params"]["progress"] for m in host.all("notifications/progress")][-1] > 2
+    for n, call in enumerate(queued):
+        assert "q%d" % n in text_of(host.result(call))
+    for stream in streams:
+        stream.join(PATIENCE_S)
+    assert sorted("legacy" in a or "modern" in a for a in answers) == [True, True]
+    assert (host.call("mine_get"), host.call("demo_get")) == ("kept", "shared")
+    other.call("set", value="new"), other.call("touch", uri="demo://state")
+    host.notification("notifications/resources/updated", uri="demo://state")
+    key, = held["inputRequests"]
+    reply = {"name": "ask", "arguments": {"message": "?"}, "requestState": held["requestState"],
+             "inputResponses": {key: {"action": "accept", "content": {"answer": "42"}}}}
+    assert "42" in web.modern("asker", "tools/call", reply)[1][-1]["result"]["content"][0]["text"]
+    assert session.tool("get") == "new"
+    for each in (host, other):
+        ids = [m["id"] for m in each.seen if isinstance(m, dict) and "id" in m and "method" not in m]
+        assert len(ids) == len(set(ids))
+    lab.wait_for("rest", lambda: at_rest(lab))
+    assert not [line for line in open(glob.glob(lab.path("state", "mcpx", "logs", "daemon-*.log"))[0]) if " error " in line]
+
+
+def test_the_number_of_descriptors_stays_the_same_over_upgrades(lab):
+    web = Web(lab, demo=demo(scope="global"))
+    host = lab.host("demo")
+    assert host.call("echo", text="x") == web.tool("demo", "echo", text="x") == "x"
+    daemon = lab.daemon_pid()
+
+    def kinds():
+        links = [os.readlink("/proc/%d/fd/%s" % (daemon, fd)) for fd in os.listdir("/proc/%d/fd" % daemon)]
+        return collections.Counter(re.sub(r"\d+|\.log", "", link) for link in links)
+    lab.command("reload", "--upgrade")
+    before = kinds()
+    for _ in range(3):
+        lab.command("reload", "--upgrade")
+    assert host.call("echo", text="x") == "x"
+    assert kinds() == before
+    copies = glob.glob(lab.path("state", "mcpx", "code", "*"))
+    assert 1 <= len(copies) <= 2
+
+
+def test_a_newer_serve_brings_its_code_along_and_an_older_one_does_not(lab):
+    lab.configure({"demo": demo(scope="global")})
+    host = lab.host("demo")
+    assert host.call("set", value="kept") == "ok"
+    daemon, pid = lab.daemon_pid(), host.whoami()["pid"]
+    newer = newer_code(lab)
+    script = [{"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "script", "version": "1"}}},
+        {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "get", "arguments": {}}}]
+    lines = run_code(lab, newer, "serve", "demo", input="".join(json.dumps(m) + "\n" for m in script)).stdout.splitlines()
+    assert text_of(json.loads(lines[1])["result"]) == "kept"
+    lab.wait_for("the newer version", lambda: lab.status()["daemon"]["version"] == "9.9.9")
+    assert (lab.daemon_pid(), host.whoami()["pid"], host.call("get")) == (daemon, pid, "kept")
+    old = lab.host("demo")
+    assert old.call("get") == "kept"
+    assert lab.status()["daemon"]["version"] == "9.9.9" and lab.status()["daemon"]["upgrades"] == 1
+    os.unlink(newer)                     # what runs is a copy of its own
+    assert lab.host("demo").call("get") == "kept"
+    assert "9.9.9" in lab.run("doctor").stdout
+
+
+BAD_CODE = {
+    "syntax": (("import sys\n\n# The boot", "import sys sys\n\n# The boot"), "SyntaxError"),
+    "fails at once": (("def check_snapshot(fd):\n", "def check_snapshot(fd):\n    raise ValueError('unfit')\n"), "unfit"),
+    "hangs in the check": (("def check_snapshot(fd):\n", "def check_snapshot(fd):\n    time.sleep(600)\n"), "upgradeTimeout"),
+    "fails after the exec": (("        self._watch_doors()\n        self._take_signals()\n        self._write_record()\n",
+                              "        self._watch_doors()\n        raise ValueError('too late')\n"), "too late")}
+
+
+@pytest.mark.parametrize("what", sorted(BAD_CODE))
+def test_code_that_cannot_take_over_changes_nothing(lab, what):
+    change, text = BAD_CODE[what]
+    lab.configure({"demo": demo(scope="global")}, upgradeTimeout="2s" if "hangs" in what else "20s")
+    host = lab.host("demo")
+    assert host.call("set", value="kept") == "ok"
+    slow = host.begin("sleep", seconds=1, text="slow")
+    daemon, pid = lab.daemon_pid(), lab.pids("demo")
+    bad = newer_code(lab, change)
+    if what != "syntax":
+        done = run_code(lab, bad, "reload", "--upgrade")
+        assert done.returncode == 1 and text in done.stderr, done.stderr
+    else:
+        # The file cannot even run its own command: the daemon is told of it by hand.
+        done = control(lab, "upgrade", file=bad)
+        assert text in done["error"]["message"]
+    assert "slow" in text_of(host.result(slow))
+    assert (lab.daemon_pid(), lab.pids("demo"), host.call("get")) == (daemon, pid, "kept")
+    assert lab.status()["daemon"]["version"] == mcpx.__version__
+    lab.command("reload", "--upgrade")   # the way is free for code that is good
+    assert host.call("get") == "kept"
+
+
+def control(lab, operation, **arguments):
+    """Send a control request as a command does; returns the message that answers it."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.connect(lab.status()["daemon"]["socket"])
+        connection.sendall(json.dumps({"mcpx": 1, "role": "control", "op": operation, "args": arguments}).encode() + b"\n")
+        return json.loads(connection.makefile("rb").readline())
+
+
+def test_code_that_others_could_write_is_not_run(lab):
+    lab.configure({"demo": demo(scope="global")})
+    assert lab.host("demo").call("echo", text="x") == "x"
+    newer = newer_code(lab)
+    os.chmod(newer, 0o777)
+    assert "only you can write" in control(lab, "upgrade", file=newer)["error"]["message"]
+    assert "error" in control(lab, "upgrade", file=lab.path("nothing.py"))
+    assert "error" in control(lab, "upgrade", file="relative.py")
+    assert lab.status()["daemon"]["upgrades"] == 0
+
+
+def test_the_code_is_never_exchanged_on_the_word_of_an_http_caller(web):
+    status, _, _ = web.send("POST", "/v1/upgrade", {"file": MCPX})
+    assert status == 404 and web.lab.status()["daemon"]["upgrades"] == 0
 
 
 def test_a_daemon_without_work_ends_and_the_next_call_starts_another(lab):
