@@ -8068,12 +8068,15 @@ def check_raw_head(head):
     lines = head.split(b"\r\n")
     if b"\0" in head or any(b"\r" in line or b"\n" in line for line in lines):
         raise HttpError(400, "the head has a bare CR or LF, or a NUL")
+    # RFC 9112, 3: a token, a target, a version, with one space between.
+    if not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [!-~]+ HTTP/[0-9]\.[0-9]", lines[0]):
+        raise HttpError(400, "the request line is malformed")
     for line in lines[1:]:
         if line[:1] in (b" ", b"\t"):
             raise HttpError(400, "a folded header line")
         name, colon, value = line.partition(b":")
-        if line and (not colon or not name or name[-1:] in (b" ", b"\t")):
-            raise HttpError(400, "a header line without a name, or with a space before its colon")
+        if not colon or not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+            raise HttpError(400, "a header line without a name that is a token, or with a space before its colon")
         # White space is SP and HTAB (RFC 9110, 5.6.3); Python strips more than that.
         if value.translate(None, CONTROL_BYTES) != value:
             raise HttpError(400, "a header has a control character in its value")
