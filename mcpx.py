@@ -67,7 +67,7 @@ The words, each with one meaning:
     lease     a call's hold on an instance: taken when sent, given back when settled
 
 Sections, each using only those above it: constants, errors, wire, revisions, identity
-and scopes, settings and config, log, platform, reactor, upstream, children, pool,
+and scopes, settings and config, log, platform, reactor, upstream, children, keeping, pool,
 surface, questions, host, HTTP, snapshot, daemon, shim, demo, commands.
 
 Licence: MIT (SPDX-License-Identifier: MIT)
@@ -126,7 +126,8 @@ argparse, bisect, collections, errno, fcntl, fnmatch, glob, hashlib, heapq, hmac
     _Later, "argparse bisect collections errno fcntl fnmatch glob hashlib heapq hmac json".split())
 re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
     _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
-marshal, tempfile, threading, traceback, types = map(_Later, "marshal tempfile threading traceback types".split())
+marshal, mmap, tempfile, threading, traceback, types = map(
+    _Later, "marshal mmap tempfile threading traceback types".split())
 
 
 # ---------------------------------------------------------------------------
@@ -1220,6 +1221,8 @@ SETTINGS = {row.name: row for row in (
             "an instance whose session was named is not evicted for this long after its last use"),
     Setting("idleExit", "duration", "10m",
             "a daemon that was started by a shim ends after this without host and instance"),
+    Setting("crashKeep", "duration", "10s",
+            "children of a daemon that was killed wait so long for the next one; 0 ends them with it", hot=False),
     Setting("upgrade", ("auto", "manual"), "auto", "whether a newer `serve` has the daemon go on with its code"),
     Setting("upgradeTimeout", "duration", "20s", "new code must have proved itself by then"),
     Setting("drainTimeout", "duration", "5s", "how long an ending daemon waits for calls in flight"),
@@ -1677,6 +1680,15 @@ class Definition:
         self.secrets = secret_values(list(self.env.items()) + list(inherited.items()), argv, server, caller_env)
         private = scope in PRIVATE_SCOPES
         self.env = dict(caller_env if private else base_environment(caller_env), **dict(inherited, **self.env))
+
+    @classmethod
+    def known(cls, server, digest, facts):
+        """Return the definition of an instance that another daemon has started; nobody is started from it."""
+        self = cls.__new__(cls)
+        self.server, self.digest, self.shape, self.era = server, digest, facts["shape"], facts["era"]
+        self.argv, self.cwd, self.env = facts["argv"], facts["cwd"], None
+        self.secrets = secret_values(list(server.env.items()), self.argv, server, {})
+        return self
 
     def _path(self, path):
         return os.path.normpath(os.path.join(self.server.directory, os.path.expanduser(path)))
@@ -2159,6 +2171,7 @@ class Loop:
         """
         if signal.SIGCHLD not in self._signals:
             self.on_signal(signal.SIGCHLD, self.reap)
+            self._soon.append(self.reap)     # it may have ended before anybody asked for the signal
         self._children[pid] = callback
 
     def reap(self):
@@ -2330,6 +2343,7 @@ class Stream:
         self.unread_from = None          # once the reader has gone: the offset from which it read nothing
         self.on_data = None              # takes the bytes as they come, instead of lines
         self.on_deaf = None              # told when the peer has closed its reading end alone
+        self.marks = None                # PipeMarks, for a child that may outlive this process
         self.queued_bytes = 0
         self.received_at = time.monotonic()
         self._queue = collections.deque()
@@ -2376,14 +2390,21 @@ class Stream:
         try:
             while self._queue:
                 data = self._queue[0] if len(self._queue) == 1 else self._join()
+                if self.marks is not None:
+                    self.marks.before_write(self.written_total + len(data), len(data))
                 written = os.write(self.write_fd, data)
                 self.queued_bytes -= written
                 self.written_total += written
-                if written < len(data):
+                whole = written == len(data)
+                if self.marks is not None:
+                    self.marks.after_write(self.written_total, whole)
+                if not whole:
                     self._queue[0] = data[written:] if written < READ_BYTES else memoryview(data)[written:]
                     break
                 self._queue.popleft()
         except BlockingIOError:
+            if self.marks is not None:
+                self.marks.after_write(self.written_total, None)
             self._wait_writable(bool(self._queue))
             return
         except OSError as error:
@@ -2525,9 +2546,13 @@ class Stream:
             self._read()
 
     def _read(self):
+        if self.marks is not None:
+            self.marks.reading(True)
         try:
             data = os.read(self.read_fd, self._read_size)
         except (BlockingIOError, InterruptedError):
+            if self.marks is not None:
+                self.marks.reading(bool(self.lines.partial or self._backlog))
             return
         except OSError as error:
             self._ended("read failed: %s" % error.strerror)
@@ -2539,6 +2564,8 @@ class Stream:
         self._read_size = READ_BYTES * 4 if len(data) == self._read_size else READ_BYTES
         self.received_at = time.monotonic()
         self.feed(data)
+        if self.marks is not None and not self._backlog:
+            self.marks.reading(bool(self.lines.partial))
 
     def feed(self, data):
         """Hand bytes on, as lines or as they are."""
@@ -2564,6 +2591,8 @@ class Stream:
         self._watch_reading()
         if lines:
             self.on_lines(lines)
+        if self.marks is not None and not self._backlog:
+            self.marks.reading(bool(self.lines.partial))
 
     def pause(self, paused):
         """Stop or go on reading: what comes faster than it is taken waits at its sender."""
@@ -2609,7 +2638,7 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "may_have_asked", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
+                 "has_logged", "may_have_asked", "mark", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2626,13 +2655,14 @@ class Call:
         self.losses = 0                  # how often a daemon died with it
         self.waits_turn = False          # its wait for other hosts' questions is bounded by a timer
         self.over = False                # the server has answered it, be it late: it asks nothing more
-        self.has_asked = False           # a question was told to be its
+        self.has_asked = 0               # how many questions were told to be its
         self.may_have_asked = False      # one came while it was in flight that may be its
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
         self.logs = False                # its tool has been seen to log
         self.has_logged = False          # a log message came while it was in flight
+        self.mark = None                 # its entry in the journal
         self.turn_over = False           # it has waited long enough for others' log messages
 
     @property
@@ -2681,6 +2711,8 @@ class Upstream:
     owner.on_noise(text)            a line that is no MCP message
     owner.on_mistake(text)          something of ours went wrong with one line
     owner.on_ghost_gone()           a cancelled call is surely over
+    owner.on_sending(call)          a request of a host is about to be queued under its wire id
+    owner.on_taken(call)            its answer has been taken from the pipe
     owner.call_later(delay, callback)
     """
 
@@ -2699,13 +2731,13 @@ class Upstream:
         self.info, self.capabilities, self.instructions = {}, {}, None
         self._last_id = 0
 
-    def handshake(self, capabilities, on_ready, is_settled=lambda: False):
+    def handshake(self, capabilities, on_ready, is_settled=None):
         """Send `initialize`; `on_ready(error)` is called with None or the reason it failed.
 
         MCP 2025-11-25, basic/lifecycle: nothing else is sent before the answer.
         """
         def answered(_call, message, _line):
-            if is_settled():
+            if is_settled is not None and is_settled():
                 return                   # a late answer to a probe has shown the other era meanwhile
             error = self._take_initialize(message)
             if error is None:
@@ -2877,9 +2909,16 @@ class Upstream:
         call.sent_at = call.active_at = time.monotonic()
         call.sent_offset = self.stream.queued_total
         self.in_flight[wire_id] = call
+        self.owner.on_sending(call)
         if call.host is None and call.method not in ("initialize", "server/discover"):
             # Nobody waits for our own requests; a server that never answers must not be held up by one.
             self.owner.call_later(OWN_WAIT_S, lambda: self._give_up_own(call))
+        self._write_request(call)
+        if call.mark is not None and self.in_flight.get(wire_id) is call:
+            self.stream.marks.queued(self.stream.queued_total, call)
+
+    def _write_request(self, call):
+        wire_id = call.wire_id
         if self.era == "modern":
             self._send_modern(call)
             return
@@ -2941,6 +2980,26 @@ class Upstream:
     def _lay_to_rest(self, call):
         if self.ghosts.pop(call.wire_id, None) is not None:
             self.owner.on_ghost_gone()
+
+    def facts(self):
+        """Return what another daemon must know to go on with this server."""
+        return {"era": self.era, "revision": self.revision, "capabilities": self.capabilities, "info": self.info,
+                "instructions": self.instructions, "onlyEra": self.only_era, "listens": list(self.listens)}
+
+    def take_facts(self, facts, last_id):
+        """Go on with a server that another daemon has made the handshake with."""
+        self.era, self.revision, self.only_era = facts["era"], facts["revision"], facts.get("onlyEra")
+        self.capabilities, self.info, self.instructions = facts["capabilities"], facts["info"], facts.get("instructions")
+        self.listens = {wire_id: [] for wire_id in facts.get("listens") or ()}
+        self._last_id = last_id
+
+    def expect(self, wire_id, call):
+        """Take the answer to a request that another daemon has sent."""
+        call.wire_id, call.attempts = wire_id, 1
+        call.sent_offset = -1            # it was read long ago, whatever our own stream says
+        call.sent_at = call.active_at = time.monotonic()
+        self._last_id = max(self._last_id, wire_id)
+        self.in_flight[wire_id] = call
 
     def take_all(self):
         """Return and forget everything in flight: the stream has ended."""
@@ -3008,7 +3067,9 @@ class Upstream:
             self.owner.on_notification(message)
 
     def _on_answer(self, message, line):
-        wire_id = message["id"]
+        wire_id, error = message["id"], message.get("error")
+        if isinstance(error, dict) and not isinstance(error.get("message"), str):
+            message, line = dict(message, error=dict(error, message=str(error.get("message", "no message")))), None
         call = self.in_flight.pop(wire_id, None) if is_valid_id(wire_id) else None
         if call is None and is_valid_id(wire_id) and wire_id in self.listens:
             for waiting in self.listens.pop(wire_id):
@@ -3022,6 +3083,7 @@ class Upstream:
                 self.ghosts[wire_id].over = True
                 self._lay_to_rest(self.ghosts[wire_id])
             return
+        self.owner.on_taken(call)
         # First the answer, then the lease: what the answer leaves open (a task, a question to be
         # answered by a retry) must hold the instance before it can come to rest.
         lease, call.instance = call.instance, None
@@ -3122,8 +3184,16 @@ CHILD_IGNORED = {(state, "stop") for state in ("closing", "terminating", "killin
     (state, "kill") for state in ("killing", "sweeping", "gone")} | {("gone", "deadline")}
 
 
+# The exit status of a process that is not our child.
+UNKNOWN_STATUS = "unknown"
+# How often an adopted process is looked at where the system cannot tell of its end.
+ADOPTED_LOOK_S = 0.5
+
+
 class Child:
     """The process of an instance, its pipes, its descendants and its record on disk."""
+
+    DESCRIPTORS = ("pidfd",)
 
     def __init__(self, loop, instance_id, server_log, keep_patterns, graces, record_path):
         self.loop, self.instance_id, self.log = loop, instance_id, server_log
@@ -3136,6 +3206,9 @@ class Child:
         self.hardest = None                      # strongest thing that was needed to end it
         self.on_exit = self.on_gone = None       # callbacks: (status), ()
         self.tmpdir = self.facts = None
+        self.let_go_input = lambda then: then()  # have everybody else give up the writing end of its stdin
+        self.program = None                      # what PATH found for its starter
+        self.pidfd = None                        # of one that another daemon has started
         self._timer = None
         self._swept = 0
 
@@ -3161,13 +3234,52 @@ class Child:
                 os.close(fd)
         # We reap by pid; the object must neither wait nor warn.
         process.returncode = 0
-        self.pid = process.pid
+        self.pid, self.program = process.pid, program
         self.start = process_start(self.pid)
         self.family = {self.pid: self.start}
         self.loop.on_exit(self.pid, self._exited)
         self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest)
         self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None,
                              lambda rest: self._on_stderr([rest]))
+
+    def adopt(self, record, fds, limit, on_lines, on_stdout_end, on_rest):
+        """Take over a running process that a dead daemon started; `fds` are our ends of its pipes."""
+        stdin_write, stdout_read, stderr_read = fds
+        self.pid, self.start, self.tmpdir = record["pid"], record["start"], record.get("tmpdir")
+        self.program = record["ready"].get("program")
+        self.family = {self.pid: self.start}
+        self.family.update((pid, start) for pid, start in record.get("family") or ())
+        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest)
+        self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None,
+                             lambda rest: self._on_stderr([rest]))
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+            self._watch_pidfd()
+        except (AttributeError, OSError):
+            self._watch_adopted()
+
+    def resumed(self):
+        """Go on in other code."""
+        if self.pidfd is not None:
+            os.set_inheritable(self.pidfd, False)
+            self._watch_pidfd()
+
+    def _watch_pidfd(self):
+        self.loop.change(self.pidfd, 1, lambda _mask: self._adopted_exited())
+
+    def _watch_adopted(self):
+        """Where a process that is no child of ours can only be looked at."""
+        if process_start(self.pid) != self.start:
+            self._adopted_exited()
+        else:
+            self.loop.call_later(ADOPTED_LOOK_S, self._watch_adopted)
+
+    def _adopted_exited(self):
+        if self.pidfd is not None:
+            self.loop.unwatch(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = None
+        self._exited(UNKNOWN_STATUS)
 
     def _find_program(self, command, env, cwd):
         if cwd is not None and not os.path.isdir(cwd):
@@ -3210,6 +3322,11 @@ class Child:
         """End it at once."""
         self._step("kill")
 
+    def descriptors(self):
+        """Return our ends of its pipes: stdin, stdout, stderr; () where one is closed."""
+        fds = (self.stdout.write_fd, self.stdout.read_fd, self.stderr.read_fd)
+        return () if None in fds else fds
+
     def look(self, table):
         """Remember the descendants that a process table shows while the child lives."""
         before = len(self.family)
@@ -3233,7 +3350,7 @@ class Child:
 
     def _close_input(self):
         self.look(ProcessTable())
-        self.stdout.end_output_when_flushed()
+        self.let_go_input(self.stdout.end_output_when_flushed)
         self._deadline_in(self.graces[0])
 
     def _signal_term(self):
@@ -3320,6 +3437,8 @@ def describe_status(status):
     """Return a wait status in words."""
     if status is None:
         return "still running"
+    if status == UNKNOWN_STATUS:
+        return "exit status unknown (adopted)"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         try:
@@ -3327,6 +3446,34 @@ def describe_status(status):
         except ValueError:
             return "signal %d" % number
     return "exit status %d" % os.WEXITSTATUS(status)
+
+
+def start_helper(loop, command, keep, output, on_exit, text=b""):
+    """Start a process of mcpx's own that gets the descriptors `keep`; returns its pid. Raises OSError.
+
+    `output` is a descriptor for what it says, or None; `text` its whole input, which must fit
+    into a pipe; on_exit(status) is called once.
+    """
+    output = subprocess.DEVNULL if output is None else output
+    read_fd, write_fd = os.pipe()
+    try:
+        os.write(write_fd, text)
+        process = subprocess.Popen(command, stdin=read_fd, stdout=output, stderr=output, pass_fds=keep, cwd="/",
+                                   start_new_session=True)
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)
+    process.returncode = 0               # reaped by pid, see Child.spawn
+    loop.on_exit(process.pid, on_exit)
+    return process.pid
+
+
+def kill_helper(pid):
+    """End a helper at once."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
 
 
 def write_private_file(path, data):
@@ -3361,14 +3508,32 @@ class Orphans:
         self.pending = {}                # instance id -> (record, family) not yet gone
         self._started = time.monotonic()
 
-    def find(self):
-        """Read the records of dead daemons and begin to end what they name."""
-        boot, table = boot_id(), None
+    def remove_halves(self):
+        """Remove files that a process was writing when it was killed."""
+        for path in glob.glob(os.path.join(os.path.dirname(self.directory), "**", "*.tmp"), recursive=True):
+            pid = path.split(".")[-2]
+            if pid.isdigit() and (int(pid) == os.getpid() or process_start(int(pid)) is None):
+                try:
+                    os.unlink(path)
+                except OSError:
+                    continue
+
+    def records(self):
+        """Return the records of what dead daemons started."""
+        boot, found = boot_id(), []
         for path in glob.glob(os.path.join(self.directory, "*.json")):
             record = self._read(path)
-            if record is None or self._owner_lives(record, boot):
+            if record is not None and not self._owner_lives(record, boot):
+                found.append(dict(record, path=path))
+        return found
+
+    def find(self, adopted=()):
+        """Begin to end what dead daemons have left, except the instances that were `adopted`."""
+        self.remove_halves()
+        boot, table = boot_id(), None
+        for record in self.records():
+            if record["id"] in adopted:
                 continue
-            record["path"] = path
             family = {}
             if record.get("boot") == boot:
                 table = table or ProcessTable()
@@ -3447,6 +3612,454 @@ class Orphans:
             os.unlink(record["path"])
         except OSError:
             self.loop.log.debug("the record %s was not removed", record["path"])
+
+
+# ---------------------------------------------------------------------------
+# Keeping: what outlives a daemon that is killed
+#
+# Two things that SIGKILL cannot take away. A holder, a tiny process that has copies of our
+# ends of the children's pipes and never reads them; it ends them all when no daemon comes
+# back. And a journal, a file in shared memory that says which requests were in flight: a
+# store into it is done even if the next instruction never runs. Knows no hosts; what is
+# made of it is the pool's business.
+# ---------------------------------------------------------------------------
+
+# Runs by itself, from its stdin: what it imports is what it weighs. Messages have 65 bytes: a letter
+# and a name. h hold (with descriptors), d drop, g give all. One owner at a time; a second
+# one waits in the backlog, as the kernel may close a dead owner's descriptors after its lock.
+HOLDER_CODE = '''
+import _socket, posix, select, sys, time
+listener, grace = _socket.socket(fileno=int(sys.argv[2])), float(sys.argv[3])
+rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS)
+held, owner, had_owner, deadline = {}, None, False, time.monotonic() + grace
+def receive():
+    data, fds = b"", ()
+    while len(data) < 65:
+        piece, ancillary, _, _ = owner.recvmsg(65 - len(data), _socket.CMSG_SPACE(64))
+        for level, kind, packed in ancillary:
+            fds = tuple(int.from_bytes(packed[n:n + 4], sys.byteorder) for n in range(0, len(packed) // 4 * 4, 4))
+        if not piece:
+            raise OSError
+        data += piece
+    return data[:1], data[1:], fds
+def forget(name):
+    for fd in held.pop(name, ()):
+        posix.close(fd)
+def serve():
+    letter, name, fds = receive()
+    if letter == b"g":
+        for name, fds in list(held.items()):
+            owner.sendmsg([b"e" + name], [rights + (b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds),)])
+            owner.recv(1)
+        owner.sendall(b"z" + bytes(64))
+        return
+    forget(name)
+    if letter == b"h":
+        held[name] = fds
+    owner.sendall(b"k")
+while owner is not None or (time.monotonic() < deadline and (held or not had_owner)):
+    poller = select.poll()
+    poller.register(owner if owner is not None else listener, select.POLLIN)
+    for fds in held.values():
+        poller.register(fds[0], 0)
+    wait = None if owner is not None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
+    for fd, _ in poller.poll(wait):
+        for name in [name for name, fds in held.items() if fds[0] == fd]:
+            forget(name)
+        if owner is None and fd == listener.fileno():
+            owner, had_owner = _socket.socket(fileno=listener._accept()[0]), True
+        elif owner is not None and fd == owner.fileno():
+            try:
+                serve()
+            except OSError:
+                owner.close()
+                owner, deadline = None, time.monotonic() + grace
+'''
+HOLDER_NAME_BYTES = 64
+# What a holder is given to answer when a daemon starts and asks for everything.
+HOLDER_WAIT_S = 2.0
+
+
+class Holder:
+    """Our side of the process that keeps copies of the children's pipes."""
+
+    def __init__(self, loop, log, path, grace):
+        self.loop, self.log, self.path, self.grace = loop, log, path, grace
+        self.connection = None
+        self.held = {}                   # name -> who tells our descriptors that it has copies of
+        self._queue = collections.deque()             # (letter, name, child, callback), the first is under way
+        self._failures = 0
+
+    def take(self):
+        """At a start: connect to the holder of a dead daemon and return {name: descriptors}.
+
+        Blocks, bounded: nothing is served before it is known what there is.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(HOLDER_WAIT_S)
+        found = {}
+        try:
+            connection.connect(self.path)
+            connection.sendall(b"g" + bytes(HOLDER_NAME_BYTES))
+            while True:
+                data, fds = self._receive(connection)
+                if data[:1] == b"z":
+                    break
+                found[data[1:].rstrip(b"\0").decode("ascii")] = fds
+                connection.sendall(b"k")
+        except OSError as error:
+            for fds in found.values():
+                for fd in fds:
+                    os.close(fd)
+            connection.close()
+            self.log.debug("no holder of a dead daemon: %s", error)
+            return {}
+        self.connection = connection
+        self._watch()
+        self.held = dict.fromkeys(found)
+        return found
+
+    def _receive(self, connection):
+        data, fds = b"", []
+        while len(data) < 1 + HOLDER_NAME_BYTES:
+            piece, more, _, _ = socket.recv_fds(connection, 1 + HOLDER_NAME_BYTES - len(data), 8)
+            for fd in more:
+                os.set_inheritable(fd, False)
+            fds += more
+            if not piece:
+                raise OSError("it hung up")
+            data += piece
+        return data, tuple(fds)
+
+    def hold(self, name, child):
+        """Give it copies of a child's pipes."""
+        known, self.held[name] = name in self.held, child
+        if not known:
+            self._ask(b"h", name, child, None)
+
+    def drop(self, name, then=None):
+        """Have it close its copies; `then()` when that is done, or there is none."""
+        if self.held.pop(name, None) is None:
+            if then is not None:
+                then()
+            return
+        self._ask(b"d", name, None, then)
+
+    def close(self):
+        """It ends by itself when it has nothing and nobody."""
+        if self.connection is not None:
+            self.loop.unwatch(self.connection.fileno())
+            self.connection.close()
+            self.connection = None
+        try:
+            os.unlink(self.path)
+        except OSError:
+            self.log.debug("there was no door of a holder to remove")
+
+    def resumed(self):
+        """Go on in other code."""
+        if self.connection is not None:
+            self.connection.set_inheritable(False)
+            self._watch()
+
+    def _ask(self, letter, name, child, then):
+        if self.grace <= 0 or self._failures > 3:
+            if then is not None:
+                then()
+            return
+        self._queue.append((letter, name, child, then))
+        if self.connection is None:
+            self._start()
+        elif len(self._queue) == 1:
+            self._send()
+
+    def _start(self):
+        """Start a holder and connect to it; the connection waits in its backlog until it is up."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if os.path.exists(self.path):
+                os.unlink(self.path)
+            old_mask = os.umask(0o177)
+            try:
+                listener.bind(self.path)
+            finally:
+                os.umask(old_mask)
+            listener.listen(8)
+            command = [sys.executable, "-I", "-S", "-c", "import sys; exec(sys.stdin.read())", "mcpx-holder",
+                       str(listener.fileno()), str(self.grace)]
+            start_helper(self.loop, command, (listener.fileno(),), None, self._ended, HOLDER_CODE.encode())
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.connect(self.path)
+        except OSError as error:
+            self._failures = 99
+            self.log.warning("children will not outlive a crash of this daemon: no holder (%s)", error)
+            self._give_up()
+            return
+        finally:
+            listener.close()
+        self.connection = connection
+        self._watch()
+        self._send()
+
+    def _ended(self, status):
+        self.log.debug("a holder has ended: %s", describe_status(status))
+
+    def _watch(self):
+        self.connection.setblocking(False)
+        self.loop.change(self.connection.fileno(), 1, lambda _mask: self._on_ready())
+
+    def _send(self):
+        letter, name, child, _ = self._queue[0]
+        fds = child.descriptors() if child is not None else ()
+        # What has closed a pipe meanwhile is not kept.
+        message = (letter if fds else b"d") + name.encode("ascii").ljust(HOLDER_NAME_BYTES, b"\0")
+        try:
+            socket.send_fds(self.connection, [message], list(fds)) if fds else self.connection.send(message)
+        except OSError as error:
+            self._lost(error)
+
+    def _on_ready(self):
+        try:
+            data = self.connection.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost("it has ended")
+            return
+        self._failures = 0
+        then = self._queue.popleft()[3] if self._queue else None
+        if self._queue:
+            self._send()
+        if then is not None:
+            then()
+
+    def _lost(self, reason):
+        """Losing it costs nothing as long as we live: another one gets everything anew."""
+        self.log.warning("the holder is gone (%s); another one is started", reason)
+        self.loop.unwatch(self.connection.fileno())
+        self.connection.close()
+        self.connection = None
+        self._failures += 1
+        self._give_up()
+        for name, child in list(self.held.items()):
+            if child is not None:
+                self._ask(b"h", name, child, None)
+
+    def _give_up(self):
+        queue, self._queue = self._queue, collections.deque()
+        for _, _, _, then in queue:
+            if then is not None:
+                then()
+
+
+# States of an entry of the journal. What is on its way into the pipe while the daemon dies may
+# have arrived or not; an answer that was taken from the pipe may not have been delivered.
+FREE, QUEUED, WRITING, WRITTEN, TAKEN, UNCERTAIN = range(6)
+NO_TOKEN = bytes(8)
+JOURNAL_MAGIC = b"mcpx-1"
+JOURNAL_HEAD = 64
+JOURNAL_CHILDREN, CHILD_FORMAT = 512, "<40sQBB14x"
+JOURNAL_CALLS, CALL_FORMAT = 8192, "<BBHxxxxQ8s8s"
+
+
+class Journal:
+    """Which requests of hosts are at which child, under which id: one entry each, in shared memory."""
+
+    def __init__(self, path, boot, log):
+        self.path, self.boot, self.log = path, boot, log
+        self.child_size, self.call_size = struct.calcsize(CHILD_FORMAT), struct.calcsize(CALL_FORMAT)
+        self.calls_at = JOURNAL_HEAD + JOURNAL_CHILDREN * self.child_size
+        self.size = self.calls_at + JOURNAL_CALLS * self.call_size
+        self.map = None
+        self.is_new = True               # there was none of this boot
+        self.children = {}               # instance id -> number
+        self.free = []                   # numbers of entries, to be used from the end
+        self.open()
+
+    def taken_along(self):
+        """The map is opened anew by other code."""
+        return dict(self.__dict__, map=None)
+
+    def resumed(self):
+        """Go on in other code."""
+        self._map()
+
+    def open(self):
+        """Open the journal; what it says of an earlier boot means nothing."""
+        if not self._map():
+            return
+        head = JOURNAL_MAGIC + self.boot.encode()[:40]
+        self.is_new = self.map[:len(head)] != head
+        if self.is_new:
+            self.map[:] = bytes(self.size)
+            self.map[:len(head)] = head
+        self.children = {child[0]: number for number, child in self._children() if child[0]}
+        self.free = [n for n in reversed(range(JOURNAL_CALLS)) if self.map[self.calls_at + n * self.call_size] == FREE]
+
+    def _map(self):
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(fd).st_size != self.size:
+                    os.ftruncate(fd, self.size)
+                self.map = mmap.mmap(fd, self.size)
+            finally:
+                os.close(fd)
+            return True
+        except (OSError, ValueError) as error:
+            self.log.warning("there is no journal (%s): after a crash, calls in flight count as lost", error)
+            return False
+
+    def remove(self):
+        """An orderly end leaves nothing to look up."""
+        if self.map is not None:
+            self.map.close()
+            self.map = None
+        try:
+            os.unlink(self.path)
+        except OSError:
+            self.log.debug("there was no journal to remove")
+
+    def overflowed(self):
+        """Was there ever a call without room here? Then what is not in it proves nothing."""
+        return self.map[JOURNAL_HEAD - 1] == 1
+
+    # -- children -------------------------------------------------------------------
+
+    def _children(self):
+        for number in range(JOURNAL_CHILDREN):
+            name, next_id, torn, reading = struct.unpack_from(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size)
+            yield number, (name.rstrip(b"\0").decode("ascii"), next_id, torn, reading)
+
+    def child(self, name):
+        """Return (last id, torn, reading) of a child, or None."""
+        number = self.children.get(name)
+        if number is None or self.map is None:
+            return None
+        return struct.unpack_from(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size)[1:]
+
+    def add_child(self, name):
+        """Return the number of a child's entry, made if there is none; None where there is no room."""
+        if self.map is None:
+            return None
+        if name not in self.children:
+            used = set(self.children.values())
+            number = next((n for n in range(JOURNAL_CHILDREN) if n not in used), None)
+            if number is None:
+                return None
+            struct.pack_into(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size, name.encode(), 0, 0, 0)
+            self.children[name] = number
+        return self.children[name]
+
+    def remove_child(self, name):
+        """A child has gone."""
+        number = self.children.pop(name, None)
+        if number is None or self.map is None:
+            return
+        struct.pack_into(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size, b"", 0, 0, 0)
+
+    # -- calls ------------------------------------------------------------------------
+
+    def calls(self):
+        """Yield (mark, (state, plain, child's number, wire id, token, key)) of all entries in use."""
+        for mark in range(JOURNAL_CALLS):
+            if self.map[self.calls_at + mark * self.call_size] != FREE:
+                yield mark, struct.unpack_from(CALL_FORMAT, self.map, self.calls_at + mark * self.call_size)
+
+    def enter(self, number, wire_id, token, key, plain):
+        """Write a call down before its bytes are queued; returns its mark, None where there is no room."""
+        if self.map is None:
+            return None
+        if not self.free:
+            self.map[JOURNAL_HEAD - 1] = 1
+            return None
+        mark = self.free.pop()
+        struct.pack_into(CALL_FORMAT, self.map, self.calls_at + mark * self.call_size, QUEUED, plain, number, wire_id,
+                         token, key)
+        return mark
+
+    def set(self, mark, state):
+        """Note how far a call has come."""
+        if self.map is not None:
+            self.map[self.calls_at + mark * self.call_size] = state
+
+    def settle(self, call):
+        """Free the entry of a call that has its answer, or needs none."""
+        mark, call.mark = call.mark, None
+        if mark is not None and self.map is not None and self.map[self.calls_at + mark * self.call_size] != FREE:
+            self.map[self.calls_at + mark * self.call_size] = FREE
+            self.free.append(mark)
+
+
+def journal_key(host_id):
+    """Return 8 bytes for a request id of a host."""
+    return hashlib.blake2b(encode_json(host_id), digest_size=8).digest()
+
+
+class PipeMarks:
+    """What the journal says of one child's pipes, kept right by its stream."""
+
+    def __init__(self, journal, name):
+        self.journal, self.name = journal, name
+        self.number = journal.add_child(name)
+        self.unwritten = collections.deque()          # (offset of the end in the stream, call)
+        self._torn = self._reading = 0
+        self._writing = 0                # how many of them are on their way
+
+    def _at(self, offset):
+        return JOURNAL_HEAD + self.number * self.journal.child_size + offset
+
+    def sending(self, wire_id):
+        """An id is used from here on, whatever happens."""
+        if self.number is not None and self.journal.map is not None:
+            struct.pack_into("<Q", self.journal.map, self._at(40), wire_id)
+
+    def queued(self, end, call):
+        """A call's bytes end at this offset."""
+        self.unwritten.append((end, call))
+
+    def before_write(self, end, size):
+        """Bytes up to an offset are about to go into the pipe; more than PIPE_BUF may go in half."""
+        for last, call in self.unwritten:
+            self._set(call, WRITING)
+            self._writing += 1
+            if last >= end:
+                break
+        if size > PIPE_BUF:
+            self._set_torn(1)
+
+    def after_write(self, total, whole):
+        """So many bytes have gone in; `whole` says that they end with a line, None that nothing was written."""
+        while self.unwritten and self.unwritten[0][0] <= total:
+            self._set(self.unwritten.popleft()[1], WRITTEN)
+            self._writing -= 1
+        for number in range(max(0, self._writing)):
+            self._set(self.unwritten[number][1], QUEUED)
+        self._writing = 0
+        if whole is not None:
+            self._set_torn(0 if whole else 1)
+
+    def _set(self, call, state):
+        if call.mark is not None:
+            self.journal.set(call.mark, state)
+
+    def _set_torn(self, value):
+        if value != self._torn and self.number is not None and self.journal.map is not None:
+            self._torn = value
+            self.journal.map[self._at(48)] = value
+
+    def reading(self, value):
+        """Answers are in our hands, or half of one is."""
+        if value != self._reading and self.number is not None and self.journal.map is not None:
+            self._reading = value
+            self.journal.map[self._at(49)] = 1 if value else 0
+
+    def forget_reading(self):
+        """What was half read by a dead daemon has been dealt with."""
+        self._reading = True
+        self.reading(False)
 
 
 # ---------------------------------------------------------------------------
@@ -3556,6 +4169,8 @@ class Instance:
         self.unresponsive = False
         self.own_schema = None           # once it has said that its lists changed: see SchemaStore
         self.rechecks = {}               # change notification -> came again meanwhile
+        self.orphans = 0                 # calls of a dead daemon whose hosts are not back
+        self.was_reading = False         # that daemon had something of its output in its hands
         self.check_due = False           # exclusive: its lists are fetched between two calls
         self.waits_for_check = False     # its lists are being fetched for the schema cache
         self._watch = None
@@ -3583,6 +4198,25 @@ class Instance:
     def on_notification(self, message):
         """The server tells something."""
         self.pool.listener.on_notification(self, message)
+
+    def on_sending(self, call):
+        """A request is about to be queued: write it down for who comes after a crash."""
+        marks = self.child.stdout.marks
+        if marks is None:
+            return
+        marks.sending(call.wire_id)
+        if call.host is not None and marks.number is not None:
+            plain = (call.message is not None and call.message.get("method") == call.method and not call.rounds
+                     and not call.opts_in)
+            key = journal_key(call.host_id) if call.host_id is not None else NO_TOKEN
+            call.mark = marks.journal.enter(marks.number, call.wire_id, token_of(call), key, plain)
+            if call.mark is not None and token_of(call) != NO_TOKEN:
+                call.host.link.note_marked(call)
+
+    def on_taken(self, call):
+        """An answer has been taken from the pipe."""
+        if call.mark is not None:
+            self.pool.journal.set(call.mark, TAKEN)
 
     def on_settled(self, call, lease=None):
         """A request is no longer in flight: give its lease back (`lease`, where the call is on its way again)."""
@@ -3658,6 +4292,27 @@ class Slot:
                                            or self.instance.check_due)))
 
 
+def token_of(call):
+    """Return what tells the shim that a call came from, also to another daemon; NO_TOKEN where there is none."""
+    return NO_TOKEN if call.seq is None else getattr(getattr(call.host, "link", None), "token", NO_TOKEN)
+
+
+# So long the calls that a dead daemon had in flight wait for their hosts to come back.
+ORPHAN_WAIT_S = 10.0
+
+
+class Orphan:
+    """A call that a dead daemon had in flight: where it is, how sure that is, its answer if that came early."""
+
+    def __init__(self, instance, wire_id, state, plain, call):
+        self.instance, self.wire_id, self.state, self.plain, self.call = instance, wire_id, state, plain, call
+        self.answer = None
+
+    def answered(self, _call, message, line):
+        """Its answer came before its host was back."""
+        self.answer = (message, line)
+
+
 COUNTERS = ("lateAnswers", "noiseLines", "degraded", "droppedLogs", "droppedProgress", "droppedNotifications",
             "droppedTaskStatus", "unsolicitedAnswers")
 
@@ -3697,6 +4352,8 @@ class Pool:
         self.deaths = collections.Counter()           # server -> instances that ended by themselves
         self.last_errors = {}            # server -> how the last start or instance failed
         self.draining = None             # reason, once nothing may be started any more
+        self.holder = self.journal = None
+        self.recovered = None            # (token, key) -> Orphan, after a crash of the daemon before
         self._next_instance = 0
         self._looked_at, self._looks = 0.0, False
         graces = (config.get("stop.eofGrace"), config.get("stop.termGrace"))
@@ -3718,6 +4375,8 @@ class Pool:
             slot.definition, slot.capabilities = definition, capabilities
             slot.server, slot.scope = definition.server, self.config.get("scope", definition.server)
             slot.generation = self.generations[definition.server.name]
+        elif slot.definition.env is None:
+            slot.definition = definition     # should the adopted instance end, the next start is for this caller
         slot.named = slot.named or identity.named
         if slot.generation == self.generations[definition.server.name]:
             slot.ended = None            # else its instance ends as soon as it is idle, with the old entry
@@ -3790,6 +4449,8 @@ class Pool:
 
     def give_back(self, instance, call):
         """A lease comes back: the call was answered, or its cancelled work is over."""
+        if call.mark is not None and token_of(call) == NO_TOKEN and call.method:
+            self.journal.settle(call)
         if call.instance is instance:
             call.instance = None
         instance.leases -= 1
@@ -3843,12 +4504,13 @@ class Pool:
         instance.child.stop()
 
     def subscribe(self, slot, uri, host):
-        """Count a subscription; returns whether the server must be told."""
+        """Count a subscription."""
         hosts = slot.subscriptions.setdefault(uri, set())
         hosts.add(host)
         slot.hosts.add(host)
         host.slots.add(slot)
-        return len(hosts) == 1
+        if len(hosts) == 1:
+            self.note_change(slot.instance)
 
     def unsubscribe(self, slot, uri, host):
         """Uncount a subscription, and tell the server when it was the last."""
@@ -3858,6 +4520,7 @@ class Pool:
         hosts.discard(host)
         if not hosts:
             del slot.subscriptions[uri]
+            self.note_change(slot.instance)
             if slot.instance is not None and slot.instance.state in ("idle", "busy"):
                 slot.instance.upstream.send(Call("resources/unsubscribe", {"uri": uri}, lambda *_: None))
         self._rested(slot)
@@ -3867,6 +4530,7 @@ class Pool:
         if level is not None and level != slot.level:
             slot.level = level
             instance = slot.instance
+            self.note_change(instance)
             if instance is not None and instance.state in ("idle", "busy"):
                 self._send_level(instance, level)
 
@@ -4001,6 +4665,8 @@ class Pool:
     def _want_start(self, slot):
         if self.draining:
             self._fail_slot(slot, StartFailed("mcpx is ending: %s" % self.draining))
+        elif slot.definition.env is None:
+            self._fail_slot(slot, StartFailed("nobody has used server %s since mcpx was interrupted" % slot.server.name))
         elif slot.leaving is not None or self._place_taken(slot) or self.orphans.holds(slot.server.name):
             self._bound_wait(slot)       # woken again when that has gone
         elif self._backing_off(slot):
@@ -4205,12 +4871,18 @@ class Pool:
                 port_holder.close()
             self._unrecord(child)
             raise error if isinstance(error, StartFailed) else StartFailed(str(error))
-        child.stdout.on_deaf = lambda: self.loop.call_later(EXIT_WAIT_S, lambda: self._went(instance, "closed its stdin"))
-        instance.upstream = Upstream(child.stdout, instance, self.counters)
-        self.instances[instance_id] = instance
+        self._connect(instance)
         self.listener.on_event("instance", {"id": instance_id, "server": server.name, "key": key_text, "state": "started"})
         self.log.info("server %s started for %s: instance %s, pid %d", server.name, key_text, instance_id, child.pid)
         return instance
+
+    def _connect(self, instance):
+        child = instance.child
+        child.stdout.on_deaf = lambda: self.loop.call_later(EXIT_WAIT_S, lambda: self._went(instance, "closed its stdin"))
+        if self.journal is not None:
+            child.stdout.marks = PipeMarks(self.journal, instance.id)
+        instance.upstream = Upstream(child.stdout, instance, self.counters)
+        self.instances[instance.id] = instance
 
     def _facts(self, definition, key_text):
         return {"server": definition.server.name, "digest": definition.digest, "key": key_text,
@@ -4220,7 +4892,188 @@ class Pool:
 
     def _record(self, instance):
         key_text = instance.slot.key.text if instance.slot is not None else ""
-        instance.child.record(self._facts(instance.definition, key_text))
+        facts = self._facts(instance.definition, key_text)
+        if instance.state in ("idle", "busy") and self.holder is not None:
+            facts["ready"] = self._ready_facts(instance)
+        instance.child.record(facts)
+
+    def note_change(self, instance):
+        """Something has changed that another daemon must know of this instance."""
+        if instance is not None and instance.state in ("idle", "busy") and self.holder is not None:
+            self._record(instance)
+
+    def _ready_facts(self, instance):
+        slot, definition = instance.slot, instance.definition
+        return {"shape": definition.shape, "program": instance.child.program, "argv": definition.argv, "cwd": definition.cwd, "era": definition.era,
+                "entry": _digest(b"", repr(definition.server.comparable())), "scope": slot.scope, "named": slot.named,
+                "level": slot.level, "subscriptions": list(slot.subscriptions), "declared": instance.capabilities,
+                "upstream": instance.upstream.facts(), "users": sorted(instance.users), "calls": instance.calls,
+                "started": instance.started_wall, "questions": self.listener.open_questions(instance)}
+
+    def _keep(self, instance):
+        """From here on the instance outlives a crash of this daemon."""
+        if self.holder is not None:
+            self._record(instance)
+            self.holder.hold(instance.id, instance.child)
+            instance.child.let_go_input = lambda then: self.holder.drop(instance.id, then)
+
+    # -- after a crash of the daemon before ----------------------------------------------
+
+    def adopt_all(self):
+        """Take over what a dead daemon has left and a holder has kept; returns the ids of those instances."""
+        kept = self.holder.take()
+        records = {record["id"]: record for record in self.orphans.records()}
+        adopted = {}
+        for name, fds in kept.items():
+            try:
+                if name not in records:
+                    raise StartFailed("there is no record of it")
+                adopted[name] = self._adopt(records[name], fds)
+            except (StartFailed, OSError, KeyError, TypeError, ValueError) as error:
+                self.log.warning("instance %s of a dead daemon is not taken over: %s", name, error)
+                for fd in fds:
+                    try:
+                        os.close(fd)
+                    except OSError:
+                        continue         # a stream had it already
+                self.holder.drop(name)
+        self._recover(adopted)
+        for name in [name for name in self.journal.children if name not in adopted]:
+            self.journal.remove_child(name)
+        return adopted
+
+    def _adopt(self, record, fds):
+        """Take over one instance. Raises StartFailed that says why not."""
+        ready = record.get("ready")
+        server = self.config.servers.get(record["server"])
+        if not ready or record.get("boot") != self.directories["boot"] or process_start(record["pid"]) != record["start"]:
+            raise StartFailed("it was not ready, or it has ended")
+        if server is None or server.broken or server.disabled:
+            raise StartFailed("its server is not configured any more")
+        definition = Definition.known(server, record["digest"], ready)
+        instance = Instance(self, record["id"], definition, ready["declared"])
+        child = instance.child = Child(
+            self.loop, instance.id, self.server_log(server.name), self.config.get("keepProcesses", server),
+            (self.config.get("stop.eofGrace"), self.config.get("stop.termGrace")), record["path"])
+        child.on_exit, child.on_gone = lambda status: self._exited(instance), lambda: self._gone(instance)
+        child.adopt(record, fds, self.config.get("limits.lineBytes"),
+                    lambda lines: instance.upstream.on_lines(lines), lambda reason: self._stdout_ended(instance),
+                    lambda rest: instance.upstream.on_rest(rest))
+        self._connect(instance)
+        last_id, torn, reading = self.journal.child(instance.id) or (time.time_ns() // 1000, 1, 1)
+        instance.upstream.take_facts(ready["upstream"], last_id)
+        slot = Slot(self, definition, Key(record["key"]), ready["scope"], self.generations[server.name])
+        slot.named, slot.level, slot.instance = ready["named"], ready["level"], instance
+        slot.subscriptions = {uri: set() for uri in ready["subscriptions"]}
+        if ready["entry"] != _digest(b"", repr(server.comparable())):
+            slot.generation, slot.ended = -1, "its entry was changed"
+        self.slots[slot.name] = slot
+        self.by_server.setdefault(server.name, set()).add(slot)
+        instance.slot, instance.state = slot, "idle"
+        instance.users, instance.calls, instance.started_wall = set(ready["users"]), ready["calls"], ready["started"]
+        instance.answered, instance.was_reading = 1, bool(reading)
+        if torn:
+            # Half a request may be in the pipe; without this the next one would be taken for its rest.
+            child.stdout.write(b"\n")
+        for question_id, method in ready["questions"]:
+            answer = {"result": {"action": "cancel"}} if method == "elicitation/create" else {
+                "error": RpcError(SAMPLING_REFUSED, "no answer: mcpx was interrupted").as_object()}
+            instance.upstream.answer(question_id, answer)
+        if instance.upstream.era == "modern":
+            instance.upstream.wanted_uris = set(slot.subscriptions)
+            instance.upstream.listen()
+        self._keep(instance)
+        instance.check_due = True
+        self.loop.soon(lambda: self._check_between(instance))
+        self.log.info("server %s for %s is taken over from a dead daemon: instance %s, pid %d", server.name,
+                      slot.key.text, instance.id, child.pid)
+        return instance
+
+    def _recover(self, adopted):
+        """Find out from the journal what was in flight; what is not sure is written down as that first."""
+        by_number = {number: adopted.get(name) for name, number in self.journal.children.items()}
+        if self.journal.map is None or self.journal.is_new or self.journal.overflowed():
+            return
+        self.recovered = {}
+        for mark, (state, plain, number, wire_id, token, key) in list(self.journal.calls()):
+            instance = by_number.get(number)
+            if state == WRITING or (state == WRITTEN and (instance is None or instance.was_reading)):
+                self.journal.set(mark, UNCERTAIN)
+                state = UNCERTAIN
+            call = Call("", {}, None)
+            call.mark = mark
+            orphan = Orphan(instance, wire_id, state, bool(plain), call)
+            call.on_finish = orphan.answered
+            if instance is not None and state in (WRITTEN, UNCERTAIN):
+                # Its answer is still to come, for all we know.
+                instance.upstream.expect(wire_id, call)
+                call.slot, call.instance = instance.slot, instance
+                instance.leases += 1
+                instance.orphans += 1
+                if instance.state == "idle":
+                    instance.step("lease")
+                    self._arm(instance)
+            if token != NO_TOKEN:
+                self.recovered[(token, key)] = orphan
+            elif call.instance is None:
+                self.journal.settle(call)
+        for instance in adopted.values():
+            instance.child.stdout.marks.forget_reading()
+        self.loop.call_later(ORPHAN_WAIT_S, lambda: self._give_up_orphans(list(adopted.values())))
+
+    def claim(self, call):
+        """A host that is back repeats a request: return its Orphan, or None if no daemon ever took it up."""
+        orphan = self.recovered.pop((token_of(call), journal_key(call.host_id)), None)
+        if orphan is not None and orphan.call.slot is not None:
+            orphan.instance.orphans -= 1
+        return orphan
+
+    def take_up(self, call, slot, orphan):
+        """Let a host's request go on where the dead daemon had it; returns whether that can be."""
+        instance, old = orphan.instance, orphan.call
+        if instance is None or slot.instance is not instance or not orphan.plain:
+            return False
+        if orphan.answer is None and (orphan.state != WRITTEN or instance.upstream.in_flight.get(orphan.wire_id) is not old):
+            return False
+        call.slot, call.mark, old.mark = slot, old.mark, None
+        slot.hosts.add(call.host)
+        call.host.slots.add(slot)
+        call.host.link.note_marked(call)
+        if orphan.answer is not None:
+            message, line = orphan.answer
+            call.instance = None
+            call.finish(message, line)
+            return True
+        call.instance, call.line = instance, None
+        instance.upstream.expect(orphan.wire_id, call)
+        return True
+
+    def let_go(self, orphan):
+        """Nobody waits for the answer of an orphan; the server is told."""
+        instance, call = orphan.instance, orphan.call
+        if instance is not None and orphan.answer is None and instance.upstream.in_flight.get(call.wire_id) is call:
+            call.on_finish = lambda *_: None
+            self.cancel(call, "mcpx was interrupted")
+        self.journal.settle(call)
+
+    def _give_up_orphans(self, instances):
+        """Hosts that are not back by now do not come back."""
+        # A shim that comes later than this is served by what it says itself.
+        orphans, self.recovered = list(self.recovered.values()), None
+        for orphan in orphans:
+            self.let_go(orphan)
+        for instance in instances:
+            instance.orphans = 0
+            slot = instance.slot
+            if slot is None or slot.instance is not instance:
+                continue
+            for call in [call for call in instance.upstream.in_flight.values() if call.method == ""]:
+                self.let_go(Orphan(instance, call.wire_id, WRITTEN, False, call))
+            for uri in [uri for uri, hosts in slot.subscriptions.items() if not hosts]:
+                del slot.subscriptions[uri]
+                instance.upstream.send(Call("resources/unsubscribe", {"uri": uri}, lambda *_: None))
+            self.listener.on_adopted(slot)
+            self._rested(slot)
 
     def _unrecord(self, child):
         if child.tmpdir:
@@ -4258,12 +5111,17 @@ class Pool:
             self._send_level(instance, slot.level)
         for uri in slot.subscriptions:
             instance.upstream.send(Call("resources/subscribe", {"uri": uri}, lambda *_: None))
+        self._keep(instance)
         for waiter in waiters:
             waiter(None)
         # The check of its lists comes behind the calls that wait for this start.
         instance.check_due = True
         self.wake(slot)
-        exclusive = self.config.get("sharing", slot.server) == "exclusive"
+        self._check_between(instance)
+
+    def _check_between(self, instance):
+        """Check the lists of an instance; those of an exclusive one not before its calls are over."""
+        exclusive = self.config.get("sharing", instance.slot.server) == "exclusive"
         if not (exclusive and instance.upstream.in_flight):
             self._check(instance)
 
@@ -4389,6 +5247,8 @@ class Pool:
     def _exited(self, instance):
         """The process has ended: settle what was in flight, make room for the next."""
         ended = instance.child.describe_end()
+        if self.holder is not None:
+            self.holder.drop(instance.id)
         if instance.state == "starting":
             self.start_failed(instance, StartFailed("it ended before it was ready, %s" % ended))
         expected = instance.state == "stopping"
@@ -4429,6 +5289,8 @@ class Pool:
                 continue
             call.instance = None
             instance.leases -= 1
+            if call.mark is not None:
+                self.journal.settle(call)
             if call.cancelled or call.done:
                 continue
             never_read = call.sent_offset >= stream.unread_from
@@ -4445,6 +5307,8 @@ class Pool:
         self.listener.on_event("instance", {"id": instance.id, "server": instance.definition.server.name,
                                             "state": "gone", "reason": instance.stop_reason})
         self.instances.pop(instance.id, None)
+        if self.journal is not None:
+            self.journal.remove_child(instance.id)
         if instance.users and not instance.slot.key.text.startswith("call:"):
             name = (instance.definition.server.name, instance.slot.key.text)
             _, others = self.lost_state.pop(name, (None, set()))
@@ -4677,6 +5541,7 @@ class Schema:
         self.suspects = {}               # those of `asking` not seen for sure -> clean calls that clear them
         self.clean = set()               # tools and prompts a call of which has ended without a question
         self.at_once = set()             # those that have asked again while their first question was open
+        self.one_by_one = set()          # those whose question was open for a while without another one
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self.heard = {}                  # Call.subject -> [whether it logs, until when that counts]
         self.ttl_ms = {}                 # list -> how long a modern server lets it be cached
@@ -4730,7 +5595,8 @@ class Schema:
     def as_dict(self):
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
-                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard, "ttlMs": self.ttl_ms}
+                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard, "ttlMs": self.ttl_ms,
+                "asksAtOnce": sorted(self.at_once), "asksOneByOne": sorted(self.one_by_one)}
 
 
 def encode_page(kind, items, from_revision, revision, offset, size, generation):
@@ -4852,6 +5718,9 @@ class SchemaStore:
         heard = data.get("heard")
         schema.heard = {subject: pair for subject, pair in heard.items() if isinstance(pair, list) and len(pair) == 2
                         and isinstance(pair[1], (int, float))} if isinstance(heard, dict) else {}
+        for member, names in (("asksAtOnce", schema.at_once), ("asksOneByOne", schema.one_by_one)):
+            if isinstance(data.get(member), list):
+                names.update(name for name in data[member] if isinstance(name, str))
         ttl = data.get("ttlMs")
         schema.ttl_ms = {kind: ms for kind, ms in ttl.items() if isinstance(ms, (int, float))} if (
             isinstance(ttl, dict)) else {}
@@ -4972,6 +5841,19 @@ class SchemaStore:
             schema.suspects[name] = self.CLEAN_CALLS
         if not schema.asks(name):
             schema.asking[name] = time.time() + self.ASKING_KEPT_S
+            self.save(schema)
+
+    def note_at_once(self, schema, name):
+        """A tool has asked again while its question was open: it may do so at any time."""
+        if name is not None and name not in schema.at_once and len(schema.at_once) < 10000:
+            schema.at_once.add(name)
+            schema.one_by_one.discard(name)
+            self.save(schema)
+
+    def note_one_by_one(self, schema, name):
+        """A tool's question was open for a while, and no other came."""
+        if name is not None and name not in schema.at_once | schema.one_by_one and len(schema.one_by_one) < 10000:
+            schema.one_by_one.add(name)
             self.save(schema)
 
     def note_clean(self, schema, name):
@@ -5258,10 +6140,15 @@ class Questions:
         question = Question(self.new_id(), instance, message["id"], method, params)
         self.by_id[question.id] = question
         self.by_upstream[(instance.id, question.upstream_id)] = question
+        instance.pool.note_change(instance)
         if method.startswith("tasks/"):
             self._about_task(question)
         else:
             self._attribute(question)
+
+    def open_of(self, instance):
+        """Return [upstream's id, method] of the questions that an instance waits for."""
+        return [[q.upstream_id, q.method] for q in self.by_id.values() if q.instance is instance and q.on_answer is None]
 
     def ask_for(self, instance, host, call, method, params, on_answer):
         """Ask a host something that a modern upstream wants in a retry; it is plain whose it is."""
@@ -5319,6 +6206,12 @@ class Questions:
                                              self._task_for_upstream(instance, host, params))
 
     def _attribute(self, question):
+        if question.settled:
+            return
+        if question.instance.orphans:
+            # It may be of a call whose host is not back yet; that is a matter of a moment.
+            self.loop.call_later(0.1, lambda: self._attribute(question))
+            return
         related = (question.params.get("_meta") or {}).get(META_RELATED_TASK) if isinstance(
             question.params.get("_meta"), dict) else None
         owner = self.owner_of_task(question.instance, related.get("taskId")) if isinstance(related, dict) else None
@@ -5345,11 +6238,11 @@ class Questions:
                 # MCP SEP-2260: a question belongs to a request that is being processed.
                 self._refuse(question, RpcError(INVALID_PARAMS, "no request is in progress that this could belong to"))
 
-    def waiting_hosts(self, instance, settled=True):
+    def waiting_hosts(self, instance):
         """Return the hosts all of whose calls on an instance wait for an answer: they ask nothing more.
 
-        With `settled`, those whose server has been seen to ask several things at once count
-        only when it has had the time for that.
+        A server may ask several things at once; they count only when it has had the time for
+        that, except those that are known to ask one by one.
         """
         asked = collections.Counter()
         newest = {}
@@ -5359,12 +6252,11 @@ class Questions:
                 newest[question.call.host] = question.asked_at
         if not asked:
             return set()
-        calls, at_once = possible_calls(instance), self.schemas.of_instance(instance).at_once
+        calls, known = possible_calls(instance), self.schemas.of_instance(instance).one_by_one
         now, hosts = time.monotonic(), set()
         for host, count in asked.items():
             mine = [call for call in calls if call.host is host]
-            if len(mine) <= count and not (settled and now - newest[host] < ASKED_ALL_S
-                                           and any(name_of(call) in at_once for call in mine)):
+            if len(mine) <= count and (now - newest[host] >= ASKED_ALL_S or all(name_of(call) in known for call in mine)):
                 hosts.add(host)
         return hosts
 
@@ -5375,8 +6267,6 @@ class Questions:
         active = [call for call in calls if call.host not in waiting]
         if any(call.asks or name_of(call) not in schema.clean for call in active):
             return active
-        if len({call.party for call in calls}) == 1 and not active and len(schema.at_once) < 10000:
-            schema.at_once |= {name_of(call) for call in calls}
         return calls
 
     def _others_may_ask(self, question):
@@ -5387,6 +6277,12 @@ class Questions:
         others = [other for other in instance.upstream.in_flight.values()
                   if other.asks and other.party != call.party and not other.cancelled]
         return bool(others) and not {other.host for other in others} <= self.waiting_hosts(instance)
+
+    def _asked_all(self, instance, call, count):
+        """A while has passed since a question: nothing came at once with it, or all that did is there."""
+        if call.has_asked == count == 1 and not call.may_have_asked and instance.state in ("idle", "busy"):
+            self.schemas.note_one_by_one(self.schemas.of_instance(instance), name_of(call))
+        self._turn_is_free(instance)
 
     def _turn_is_free(self, instance):
         """A call that asks has ended, or waits: the next one goes on, with its answer or from the start."""
@@ -5474,10 +6370,14 @@ class Questions:
         # Where it is one of several calls of this host, rather one of a tool that asks.
         question.call = ([call for call in active if call.asks] or active or [None])[-1]
         if question.call is not None:
-            question.call.has_asked = question.call.asks = True
-            self.loop.soon(lambda: self._turn_is_free(question.instance))
-            if name_of(question.call) in self.schemas.of_instance(question.instance).at_once:
-                self.loop.call_later(ASKED_ALL_S, lambda: self._turn_is_free(question.instance))
+            call, schema = question.call, self.schemas.of_instance(question.instance)
+            call.has_asked, call.asks = call.has_asked + 1, True
+            if any(q.call is call and q is not question for q in self.by_id.values()):
+                self.schemas.note_at_once(schema, name_of(call))
+            count = call.has_asked
+            self.loop.call_later(ASKED_ALL_S, lambda: self._asked_all(question.instance, call, count))
+            if name_of(call) in schema.one_by_one:
+                self.loop.soon(lambda: self._turn_is_free(question.instance))
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
@@ -5563,6 +6463,7 @@ class Questions:
             question.timer.cancel()
         self.by_id.pop(question.id, None)
         self.by_upstream.pop((question.instance.id, question.upstream_id), None)
+        question.instance.pool.note_change(question.instance)
         if question in self._unattributed:
             self._unattributed.remove(question)
             self._release(question.instance.slot)
@@ -5848,6 +6749,7 @@ class Host:
         self.subscriptions = {}          # uri -> slot
         self.seen_uris = collections.OrderedDict()    # uri -> (server, identity of the named call)
         self.closed = False
+        self.version = None              # of its shim
         self.roots = None                # Place of its first root, once asked
         self.connected_wall = time.time()
         # See slot_for -> (config generation, Definition); may be shared by hosts of one environment.
@@ -5898,12 +6800,15 @@ class Host:
 
     # -- what it asks for -------------------------------------------------------------
 
-    def slot_for(self, server, identity):
-        """Return the slot of a server for one identity of this host. Raises RpcError."""
+    def slot_for(self, server, identity, for_lists=False):
+        """Return the slot of a server for one identity of this host. Raises RpcError.
+
+        `for_lists`: it is started to be listed only, so a narrower scope harms nobody.
+        """
         core = self.core
         scope = core.config.get("scope", server)
         key = scope_key(scope, identity)
-        if key.degraded:
+        if key.degraded and not for_lists:
             core.note_degraded(server.name, scope, key.degraded)
         generation = core.config_generation
         # All that a definition takes from an identity: {session} and {cwd} may stand in its entry.
@@ -5948,20 +6853,35 @@ class Host:
         self.with_identity(call, self.core.config.get("scope", server), identified)
 
     def _submit(self, call, slot, schema):
+        try:
+            self._submit_to(call, slot, schema)
+        except RpcError:
+            self.core.pool.wake(slot)    # which forgets a slot that nothing came of
+            raise
+
+    def _submit_to(self, call, slot, schema):
         call.schema = schema
         tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
         hints = tool.get("annotations") if tool and isinstance(tool.get("annotations"), dict) else {}
         call.may_repeat = call.method != "tools/call" or bool(
             hints.get("readOnlyHint") or hints.get("idempotentHint"))
+        orphan = None
+        if call.losses and self.core.pool.recovered is not None and token_of(call) != NO_TOKEN:
+            orphan = self.core.pool.claim(call)
+            if orphan is None or orphan.state == QUEUED:
+                call.losses = 0          # no daemon has ever handed it on
+        call.params = params = self._params_for_upstream(call, schema)
+        if orphan is not None and self.core.pool.take_up(call, slot, orphan):
+            return
+        if orphan is not None:
+            self.core.pool.let_go(orphan)    # it counts as lost, whatever comes of it
         if call.losses and (not call.may_repeat or call.losses > 1):
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
         call.asks = schema.asks(call.params.get("name") or call.params.get("uri"))
         call.logs = bool(schema.logs(call.subject))
-        params = self._params_for_upstream(call, schema)
-        if params is not call.params or call.token is not None:
+        if call.line is not None and (params is not call.message.get("params") or call.token is not None):
             call.line = None
-        call.params = params
         if self.level is not None:
             self.core.pool.set_level(slot, self.core.wanted_level(slot, self))
         self.core.pool.renew_unused(slot, self.declared(slot.server))
@@ -6353,7 +7273,7 @@ class LegacyHost(Host):
         if self.init_params is not None:
             self.link.keep_state({
                 "initialize": self.init_params, "revision": self.revision, "initialized": self.initialized,
-                "level": self.level, "subscriptions": list(self.subscriptions),
+                "level": self.level, "subscriptions": list(self.subscriptions), "questions": list(self.questions),
                 "used": [[server, key, session] for (server, key), session in self.used.items()]})
 
     def take_state(self, state):
@@ -6363,9 +7283,11 @@ class LegacyHost(Host):
             self._take_initialize(params, state["revision"])
             self.initialized = bool(state.get("initialized"))
             self.level = state.get("level")
+            for question_id in state.get("questions") or ():
+                self.tell("notifications/cancelled", {"requestId": question_id, "reason": "mcpx was interrupted"})
             for server, key, session in state.get("used") or ():
                 self.used[(server, key)] = session
-                self.core.note_lost_use(server, key, session)
+                self.core.note_use(self, server, key, session)
             self.core.attach(self)
             for uri in state.get("subscriptions") or ():
                 call = Call("resources/subscribe", {"uri": uri}, lambda *_: None, self)
@@ -6451,10 +7373,12 @@ class LegacyHost(Host):
         if params:
             message["params"] = params
         self.link.message(encode_json(message), question.call)
+        self.keep_state()
 
     def withdraw_question(self, question, reason):
         """The host need not answer any more."""
         self.questions.pop(question.id, None)
+        self.keep_state()
         self.tell("notifications/cancelled", {"requestId": question.id, "reason": reason}, question.call)
 
     def _on_answer(self, message):
@@ -7168,8 +8092,7 @@ class ModernRequest(Host):
                 self._send(call.seq, outcome)
                 self._over()
                 return
-        if call.schema is None or call.schema.revision not in MODERN_REVISIONS:
-            error = spell_error_up(error, call)
+        error = spell_error_up(error, call)
         if error["code"] in (METHOD_NOT_FOUND, MISSING_CAPABILITY):
             self._refuse(call, RpcError(error["code"], error["message"], error.get("data")))
             return
@@ -7326,9 +8249,10 @@ class ModernRequest(Host):
 
 
 def spell_error_up(error, call):
-    """Return a legacy upstream's error object as a modern host may see it.
+    """Return an upstream's error object as a modern host may see it.
 
-    MCP 2026-07-28, basic/index: -32002 is gone, -32020 to -32099 are reserved.
+    MCP 2026-07-28, basic/index: -32002 is gone, -32020 to -32099 are reserved; of those only a
+    missing capability is about the host.
     """
     code = error["code"]
     if code == RESOURCE_NOT_FOUND:
@@ -7476,12 +8400,9 @@ class HeldCall:
 
 def params_of_question(question, names):
     """Return a question's params as an entry of `inputRequests` carries them."""
-    params = {name: value for name, value in question.params.items() if name not in ("task", "elicitationId")}
-    meta = params.get("_meta")
-    if isinstance(meta, dict):
-        meta = {name: value for name, value in meta.items() if name not in HOP_META and name not in (
-            "progressToken", META_RELATED_TASK)}
-        params = dict(params, _meta=meta) if meta else {n: v for n, v in params.items() if n != "_meta"}
+    # They are no requests of their own there, so they have no `_meta`.
+    params = {name: value for name, value in spell_params(question.method, question.params, MODERN).items()
+              if name not in ("task", "elicitationId", "_meta")}
     if question.method == "elicitation/create":
         params.setdefault("mode", "form")
         if len(names) > 1 and isinstance(params.get("message"), str):
@@ -8029,7 +8950,8 @@ MODERN_HANDLERS.update((method, _modern_list) for method in LIST_METHODS)
 # A comment at least this often on a quiet stream, so that nothing in between cuts it.
 SSE_KEEP_ALIVE_S = 15.0
 # A request that is still quiet after this gets its headers, so that clients see it is alive.
-SSE_COMMIT_S = 10.0
+# In 2026-07-28 later: some errors there have a status, which could not be given any more.
+LEGACY_COMMIT_S, SSE_COMMIT_S = 0.5, 10.0
 # Between two looks at all open exchanges.
 HTTP_SWEEP_S = 2.5
 # Events kept for a stream that may be resumed, and messages for a GET stream not yet opened.
@@ -8069,9 +8991,14 @@ def check_raw_head(head):
     if b"\0" in head or any(b"\r" in line or b"\n" in line for line in lines):
         raise HttpError(400, "the head has a bare CR or LF, or a NUL")
     # RFC 9112, 3: a token, a target, a version, with one space between.
-    if not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [!-~]+ HTTP/[0-9]\.[0-9]", lines[0]):
+    if not re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [!-~]+ HTTP/1\.[01]", lines[0]):
         raise HttpError(400, "the request line is malformed")
-    for line in lines[1:]:
+    check_header_lines(lines[1:])
+
+
+def check_header_lines(lines):
+    """The same for the fields of a head, or the trailers of a body. Raises HttpError(400)."""
+    for line in lines:
         if line[:1] in (b" ", b"\t"):
             raise HttpError(400, "a folded header line")
         name, colon, value = line.partition(b":")
@@ -8134,7 +9061,6 @@ _head_parser = None
 
 def parse_head(head):
     """Return (method, target, HTTP version, Headers) of a request's head. Raises HttpError."""
-    check_raw_head(head)
     command, path, version, headers = parse_plain_head(head) or parse_any_head(head)
     if version == "HTTP/1.1" and headers.get("Host") is None:
         raise HttpError(400, "the header Host is missing")
@@ -8147,8 +9073,9 @@ def parse_head(head):
 
 
 def parse_any_head(head):
-    """Parse a head with `http.server`. Raises HttpError."""
+    """Parse a head with `http.server`, after its bytes were checked. Raises HttpError."""
     global _head_parser
+    check_raw_head(head)
     if _head_parser is None:
         import http.server
         import io
@@ -8174,8 +9101,6 @@ def parse_any_head(head):
     headers = parser.headers
     if headers.defects:
         raise HttpError(400, "the headers are malformed")
-    if parser.request_version == "HTTP/0.9":
-        raise HttpError(505, "HTTP/0.9 is not served")
     return parser.command, parser.path, parser.request_version, Headers(headers.items())
 
 
@@ -8305,6 +9230,10 @@ class HttpConnection:
                     if len(self.buffer) > 65536:
                         raise HttpError(431, "the trailers are too long")
                     return False
+                lines = bytes(self.buffer[end + 2:trailers]).split(b"\r\n")
+                if any(b"\r" in line or b"\n" in line for line in lines):
+                    raise HttpError(400, "the trailers have a bare CR or LF")
+                check_header_lines(lines)
                 del self.buffer[:trailers + 4]
             self._complete()
             return True
@@ -8463,6 +9392,11 @@ class HttpExchange:
             if now - self.written_at >= SSE_KEEP_ALIVE_S - HTTP_SWEEP_S:
                 self._chunk(b":\n\n")
         elif now - self.started >= SSE_COMMIT_S and self.on_gone is not None and not self.json_only:
+            self.commit()
+
+    def commit_if_quiet(self):
+        """Send the head of an answer that takes its time."""
+        if not self.over and not self.streaming:
             self.commit()
 
     # -- as the link of a ModernRequest -----------------------------------------------------
@@ -8838,7 +9772,12 @@ class HttpFront:
         exchange.on_gone = lambda: None  # a dropped connection is no cancel
         exchange.commit = lambda: session.stream_of(exchange)
         session.pending.add(exchange)
+        if not accepted(exchange.headers.get("Accept"))[0]:
+            exchange.commit()
         session.host.on_line(exchange, exchange.body)
+        if not exchange.over and not exchange.json_only:
+            # Clients and proxies give up what shows no head for long.
+            self.core.loop.call_later(LEGACY_COMMIT_S, exchange.commit_if_quiet)
 
     def _without_session(self, exchange, names, message):
         if isinstance(message, dict) and message.get("method") == "server/discover":
@@ -9586,6 +10525,9 @@ class ShimLink:
         self.pid, self.uid = peer_credentials(connection)
         self.host = None
         self.seq = 0
+        self.token = NO_TOKEN            # names the shim, also to the daemon after this one
+        self._marked = {}                # line number -> its calls that are in the journal
+        self._settling = collections.deque()          # (offset in our stream, calls) of answers on their way
         self._resent = []                # losses of the lines still to be repeated
         self._resuming = []
         fd = connection.detach()
@@ -9622,7 +10564,20 @@ class ShimLink:
         self.core.links.discard(self)
         if self.host is not None:
             self.host.close()
+        for _, calls in list(self._settling) + list(self._marked.items()):
+            self._settle_marks(calls)
         self.core.on_link_gone()
+
+    def note_marked(self, call):
+        """A call of this host is in the journal, until its answer has reached the shim."""
+        seq = call.seq.seq if isinstance(call.seq, Batch) else call.seq
+        self._marked.setdefault(seq, []).append(call)
+
+    def _settle_marks(self, calls):
+        for call in calls:
+            # A call that is held for an answer goes on without this line.
+            if token_of(call) != NO_TOKEN or call.done:
+                self.core.pool.journal.settle(call)
 
     def expect_repeated(self, losses):
         """The next lines are repeated ones: how often a daemon died with each."""
@@ -9631,10 +10586,15 @@ class ShimLink:
     def answer(self, seq, data):
         """Send the answer to the host's line number `seq`."""
         self._write(b"a%d " % seq, data)
+        while self._settling and self._settling[0][0] <= self.stream.written_total:
+            self._settle_marks(self._settling.popleft()[1])
+        calls = self._marked.pop(seq, None)
+        if calls is not None:
+            self._settling.append((self.stream.queued_total, calls))
 
     def refuse(self, seq, data, _code):
         """Answer a line that is no request."""
-        self._write(b"a%d " % seq, data)
+        self.answer(seq, data)
 
     def named_by(self, _seq, meta):
         """Return what names the caller of a request: its `_meta` only."""
@@ -9647,6 +10607,7 @@ class ShimLink:
     def settled(self, seq):
         """Tell the shim that a line needs no answer."""
         self.stream.write(b"d%d\n" % seq)
+        self._settle_marks(self._marked.pop(seq, ()))
 
     def keep_state(self, state):
         """Have the shim keep this for the next daemon."""
@@ -9837,12 +10798,17 @@ class Daemon:
 
     def start(self):
         """Open the socket, then look after what a dead daemon left. Nothing else waits."""
+        raise_descriptor_limit()
+        adopted = ()
         if not self.standalone:
+            make_private_directory(os.path.dirname(self.paths.socket))
+            self.pool.journal = Journal(self.paths.socket + ".journal", self.pool.directories["boot"], self.log)
+            self.pool.holder = Holder(self.loop, self.log, self.paths.socket + ".hold", self.config.get("crashKeep"))
+            adopted = self.pool.adopt_all()
             self._listen()
             self._write_record()
-        raise_descriptor_limit()
         self._take_signals()
-        self.pool.orphans.find()
+        self.pool.orphans.find(adopted)
         if not self.standalone:
             self.http.load_sessions(self.paths.sessions)
         self._open_tcp()
@@ -10096,8 +11062,12 @@ class Daemon:
 
     def make_host(self, link, names, hello):
         """Return the host object of a connection, with the identity that it has by itself."""
+        token = hello.get("token")
+        if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token):
+            link.token = bytes.fromhex(token)
         identity, env = self.caller_of(link.pid, hello)
         host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env)
+        host.version = hello["version"] if isinstance(hello.get("version"), str) else None
         link.host = host
         self.hosts.add(host)
         self.api.emit("host", {"id": host.id, "state": "connected", "servers": host.surface.names})
@@ -10202,7 +11172,7 @@ class Daemon:
             return
         schema.filling = True
         try:
-            slot = host.slot_for(self.server(name), host.own_identity())
+            slot = host.slot_for(self.server(name), host.own_identity(), for_lists=True)
         except RpcError as error:
             self.schemas.settle(schema, error)
             return
@@ -10289,9 +11259,13 @@ class Daemon:
         self.degraded[name] += 1
         self.pool.counters["degraded"] += 1
 
-    def note_lost_use(self, server, key, session):
-        """A host relied on state that died with an earlier daemon."""
-        if any(slot.key.text == key and slot.instance for slot in self.pool.by_server.get(server, ())):
+    def note_use(self, host, server, key, session):
+        """A host relied on state that an earlier daemon had: it is there, or its loss is told."""
+        slots = [slot for slot in self.pool.by_server.get(server, ()) if slot.key.text == key and slot.instance]
+        for slot in slots:
+            slot.hosts.add(host)
+            host.slots.add(slot)
+        if slots:
             return
         reason, sessions = self.pool.lost_state.get((server, key), ("mcpx was restarted", set()))
         sessions.add(session)
@@ -10402,6 +11376,18 @@ class Daemon:
         """A server has shown that it speaks one era only."""
         self.schemas.note_era(definition, era)
 
+    def open_questions(self, instance):
+        """Return what an instance waits for, as [its id of the question, method]."""
+        return self.questions.open_of(instance)
+
+    def on_adopted(self, slot):
+        """Hosts that used an instance of a dead daemon are back by now, or gone: who else could name it?"""
+        if slot.key.text.startswith("pid:"):
+            self._end_with_process(slot)
+        elif slot.key.text.startswith("session:" + CONNECTION_PREFIX) and not slot.hosts and not slot.named:
+            slot.tasks.clear()
+            self.pool.end(slot, "its session has ended")
+
     def on_event(self, kind, data):
         """Something happened that a person may want to watch."""
         self.api.emit(kind, data)
@@ -10461,7 +11447,7 @@ class Daemon:
 
     def on_notification(self, instance, message):
         """A server tells something: it goes where it belongs, or nowhere."""
-        method, params = message["method"], message.get("params") or {}
+        method, params = message["method"], strip_hop_meta(message.get("params") or {})
         if method == "notifications/message":
             self._on_log(instance, params)
         elif method in CHANGED_KINDS:
@@ -10481,7 +11467,7 @@ class Daemon:
             if host is not None and host.revision == LATEST_LEGACY:
                 host.tell(method, params)
         elif only_host(instance) is not None:
-            only_host(instance).tell(method, message.get("params"))
+            only_host(instance).tell(method, params if "params" in message else None)
         else:
             self.pool.counters["droppedNotifications"] += 1
 
@@ -10673,6 +11659,9 @@ class Daemon:
             link.close("mcpx has ended")
         self.http.save_sessions(self.paths.sessions)
         self.http.close()
+        if self.pool.holder is not None:
+            self.pool.holder.close()
+            self.pool.journal.remove()
         self.loop.call_later(0.0, self.loop.stop)
 
     def on_link_gone(self):
@@ -10788,20 +11777,15 @@ class Upgrade:
         snapshot = memory_file(SnapshotWriter().dump(core))
         read_fd, write_fd = os.pipe()
         try:
-            process = subprocess.Popen(
-                code_command(self.copy, "daemon", "--config", core.paths.config, "--check-fd", str(snapshot)),
-                stdin=subprocess.DEVNULL, stdout=write_fd, stderr=write_fd, pass_fds=(snapshot,), cwd="/",
-                start_new_session=True)
+            command = code_command(self.copy, "daemon", "--config", core.paths.config, "--check-fd", str(snapshot))
+            self.pid = start_helper(core.loop, command, (snapshot,), write_fd, self._checked)
         except OSError:
             os.close(read_fd)
             raise
         finally:
             os.close(write_fd)
             os.close(snapshot)
-        process.returncode = 0           # reaped by pid, see Child.spawn
-        self.pid = process.pid
         self.stream = Stream(core.loop, read_fd, None, 65536, self._on_output, None)
-        core.loop.on_exit(self.pid, self._checked)
         timeout = core.config.get("upgradeTimeout")
         self.timer = core.loop.call_later(timeout, lambda: self._too_slow(timeout))
 
@@ -10810,7 +11794,7 @@ class Upgrade:
 
     def _too_slow(self, timeout):
         self.output.append("it did not prove itself in %gs (upgradeTimeout)" % timeout)
-        os.kill(self.pid, signal.SIGKILL)
+        kill_helper(self.pid)
 
     def _checked(self, status):
         self.stream.read_rest()
@@ -10830,7 +11814,10 @@ class Upgrade:
         writer, fd = SnapshotWriter(), None
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
         try:
-            fd = memory_file(writer.dump(self.core))
+            snapshot = writer.dump(self.core)
+            # What this code cannot read itself would leave no way back.
+            SnapshotReader(snapshot, dry=True).load()
+            fd = memory_file(snapshot)
             for descriptor in writer.descriptors + [fd]:
                 os.set_inheritable(descriptor, True)
             signal.alarm(EXEC_WAIT_S)
@@ -10901,7 +11888,7 @@ def check_snapshot(fd):
     return 0
 
 
-def resume_daemon(fd, previous, failed):
+def resume_daemon(config, fd, previous, failed):
     """Take over from other code in this process. Returns the Daemon; does not return where that fails."""
     descriptors = []
     try:
@@ -10910,12 +11897,14 @@ def resume_daemon(fd, previous, failed):
         core = reader.load()
         reader.resume()
     except BaseException as error:
+        paths = DaemonPaths(config, os.environ)
+        Log(RotatedFile(paths.log, 1 << 30, 1)).error("mcpx %s could not take over: %s", __version__, traceback.format_exc())
         if previous is None or failed:
             raise
         for descriptor in descriptors + [fd]:
             os.set_inheritable(descriptor, True)
         signal.alarm(EXEC_WAIT_S)
-        exec_daemon(previous, "", fd, None, "%s: %s" % (type(error).__name__, error))
+        exec_daemon(previous, config, fd, None, "%s: %s" % (type(error).__name__, error))
     os.close(fd)
     signal.alarm(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
@@ -11030,7 +12019,7 @@ class Control:
         return {"id": host.id, "pid": host.identity.pid, "source": host.identity.source,
                 "session": host.identity.session, "parent": host.identity.parent, "cwd": host.identity.place.cwd,
                 "servers": host.surface.names, "client": host.info.get("name"), "revision": host.revision,
-                "inFlight": len(host.calls), "connected": host.connected_wall}
+                "version": host.version, "inFlight": len(host.calls), "connected": host.connected_wall}
 
     def _server(self, server):
         core = self.core
@@ -11081,9 +12070,11 @@ class Control:
         if identity.parent:
             evidence.append("parent session %s: named by the caller" % identity.parent)
         program = shutil.which(definition.argv[0], path=definition.env.get("PATH") or os.defpath)
+        running = slot.instance if slot is not None else None
         return {"server": server.name, "scope": scope, "identity": identity.as_dict(), "evidence": evidence,
-                "key": key.text, "degraded": key.degraded, "definition": definition.digest, "program": program,
-                "instance": self._instance(slot.instance) if slot is not None and slot.instance else None}
+                "key": key.text, "degraded": key.degraded, "definition": definition.digest,
+                "program": running.child.program if running is not None else program, "callersProgram": program,
+                "instance": self._instance(running) if running is not None else None}
 
     def op_servers(self, _args, _hello):
         """The configured servers."""
@@ -11428,6 +12419,7 @@ class Shim:
         self.ready_fd = self.starter_lock = None
         self.ready_text = b""
         self.deadline = None
+        self.token = os.urandom(8).hex()     # by which a daemon knows what it is told of this shim's calls
         self.hang_ups = 0                # links since the last welcome that ended without one
         self.problem = "no daemon answers"
         self.keep_limit, self.line_limit = SHIM_KEEP_BYTES, SHIM_LINE_BYTES
@@ -11820,7 +12812,7 @@ class Shim:
     def _greet(self):
         self.state, self.deadline = "hello", time.monotonic() + HELLO_WAIT_S
         hello = [("mcpx", LINK_VERSION), ("role", "serve"), ("version", __version__), ("names", self.names)]
-        hello.append(("file", os.path.realpath(__file__)))
+        hello += [("file", os.path.realpath(__file__)), ("token", self.token)]
         hello += caller_facts(self.env).items()
         hello.append(("resent", [entry[1] for entry in self.kept.values()]))
         text = ",".join("%s:%s" % (to_json(name), to_json(value)) for name, value in hello)
@@ -12572,7 +13564,7 @@ def cmd_daemon(options):
     if options.check_fd is not None:
         return check_snapshot(options.check_fd)
     if options.resume_fd is not None:
-        return turn_until_stopped(resume_daemon(options.resume_fd, options.previous, options.failed))
+        return turn_until_stopped(resume_daemon(options.config_file, options.resume_fd, options.previous, options.failed))
     ready_fd = options.ready_fd
     return run_daemon(options.config_file, dict(os.environ), ready_fd is not None, ready_fd)
 
@@ -12722,6 +13714,8 @@ def cmd_why(options):
     lines.append("instance %s, pid %d, %s" % (instance["id"], instance["pid"], instance["state"]) if instance
                  else "no instance runs for it; the next call starts one")
     lines.append("program %s" % (data["program"] or "not found in PATH"))
+    if data["callersProgram"] != data["program"]:
+        lines.append("  found in the PATH of who started it; here it would be %s" % (data["callersProgram"] or "nothing"))
     return Output(data, "\n".join(lines))
 
 
