@@ -32,6 +32,9 @@ try:
         import py_compile
         py_compile.compile(path, target, quiet=2,
                            invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+        if os.path.exists(target) and hasattr(sys, "orig_argv"):
+            # The memory that compiling took is not given back by a process that goes on.
+            os.execv(sys.executable, sys.orig_argv)
     sys.pycache_prefix = cache
 except OSError:
     pass
@@ -445,7 +448,14 @@ def guess_id(head):
         return None
 
 
+def encode_id(value):
+    """Return a request id as JSON."""
+    return b"%d" % value if type(value) is int else encode_json(value)
+
+
 _ID_PLACES = None
+# How most writers begin a message, without a space.
+_USUAL_HEAD = b'{"jsonrpc":"2.0","id":'
 
 
 def with_id(line, message, new_id):
@@ -459,6 +469,11 @@ def with_id(line, message, new_id):
     global _ID_PLACES
     # A line break inside (white space to JSON) would be two lines to whoever reads them.
     if line.count(b'"id"') == 1 and b"\\u006" not in line and b"\n" not in line and b"\r" not in line:
+        old_id = encode_id(message["id"])
+        if line.startswith(_USUAL_HEAD):
+            end = len(_USUAL_HEAD) + len(old_id)
+            if line.startswith(old_id, len(_USUAL_HEAD)) and line[end:end + 1] in (b",", b"}"):
+                return b"".join((_USUAL_HEAD, encode_id(new_id), line[end:]))
         if _ID_PLACES is None:
             value = rb'"id"\s*:\s*(-?\d+|"[^"\\]*")\s*'
             version = rb'"jsonrpc"\s*:\s*"2\.0"\s*'
@@ -466,14 +481,14 @@ def with_id(line, message, new_id):
                           re.compile(rb',\s*%s(?:,\s*%s)?\}\s*$' % (value, version)).search)
         in_head, at_end = _ID_PLACES
         match = in_head(line) or at_end(line, max(0, len(line) - 1024))
-        if match and match.group(1) == encode_json(message["id"]):
-            return b"".join((line[:match.start(1)], encode_json(new_id), line[match.end(1):]))
+        if match and match.group(1) == old_id:
+            return b"".join((line[:match.start(1)], encode_id(new_id), line[match.end(1):]))
     return encode_json(dict(message, id=new_id))
 
 
 def answer_line(host_id, result_bytes):
     """Return an answer whose `result` is already encoded: lists are kept that way."""
-    return b'{"jsonrpc":"2.0","id":%s,"result":%s}' % (encode_json(host_id), result_bytes)
+    return b'{"jsonrpc":"2.0","id":%s,"result":%s}' % (encode_id(host_id), result_bytes)
 
 
 def result_message(host_id, result):
@@ -1330,6 +1345,7 @@ class Config:
     def __init__(self, path, servers=None, own=None):
         self.path, self.servers, self.own = path, servers or {}, own or {}
         self.notes = []      # what `config --check` mentions without calling it wrong
+        self._defaults = {}
 
     def get(self, name, server=None):
         """Return the value in force of a setting, in its unit."""
@@ -1337,8 +1353,10 @@ class Config:
             return server.own[name]
         if name in self.own:
             return self.own[name]
-        row = SETTINGS[name]
-        return parse_setting(row, row.default)
+        if name not in self._defaults:
+            # Asked for with every call, and parsing costs more than all the rest of this.
+            self._defaults[name] = parse_setting(SETTINGS[name], SETTINGS[name].default)
+        return self._defaults[name]
 
     def source(self, name):
         """Return where the value in force was said."""
@@ -3995,6 +4013,8 @@ class Journal:
 
 def journal_key(host_id):
     """Return 8 bytes for a request id of a host."""
+    if type(host_id) is int and 0 <= host_id < 1 << 56:
+        return b"n" + host_id.to_bytes(7, "little")
     return hashlib.blake2b(encode_json(host_id), digest_size=8).digest()
 
 
@@ -4167,6 +4187,7 @@ class Instance:
         self.first_noise = None
         self.stop_reason = None
         self.unresponsive = False
+        self.schema = self.schema_era = None          # see SchemaStore.of_instance
         self.own_schema = None           # once it has said that its lists changed: see SchemaStore
         self.rechecks = {}               # change notification -> came again meanwhile
         self.orphans = 0                 # calls of a dead daemon whose hosts are not back
@@ -4254,6 +4275,8 @@ class Slot:
 
     def __init__(self, pool, definition, key, scope, config_generation):
         self.pool, self.definition, self.key, self.scope = pool, definition, key, scope
+        # Unique among slots; what is in it never changes.
+        self.name = (definition.server.name, definition.digest, key.text)
         self.generation = config_generation
         self.server = definition.server
         self.queue = FairQueue()
@@ -4275,11 +4298,6 @@ class Slot:
         self.last_error = None
         self.used_at = time.monotonic()
         self.idle_timer = self.capacity_timer = self.start_timer = None
-
-    @property
-    def name(self):
-        """(server, digest, key): unique among slots."""
-        return self.server.name, self.definition.digest, self.key.text
 
     def waiting(self):
         """How many calls wait for the instance, or for their turn on it."""
@@ -4398,7 +4416,7 @@ class Pool:
         those who come to work.
         """
         instance = slot.instance
-        if (instance is not None and instance.state == "idle" and not instance.calls and slot.at_rest()
+        if (instance is not None and not instance.calls and instance.state == "idle" and slot.at_rest()
                 and instance.upstream.era == "legacy" and not set(capabilities) <= set(instance.capabilities)):
             self.stop(instance, "a caller came who can be asked more")
             slot.capabilities = capabilities
@@ -4415,7 +4433,9 @@ class Pool:
             # Another instance under its key would know nothing of what this one is about.
             call.fail(StreamLost("the instance of server %s for this one call has ended" % slot.server.name))
             return
-        call.slot = slot = self.keep_slot(slot)
+        if self.slots.get(slot.name) is not slot:
+            slot = self.keep_slot(slot)
+        call.slot = slot
         if call.host is not None and not call.host.closed:
             slot.hosts.add(call.host)
             call.host.slots.add(slot)
@@ -5679,7 +5699,12 @@ class SchemaStore:
 
     def of_instance(self, instance):
         """Return the Schema that an instance's answers belong to."""
-        return instance.own_schema or self.get(instance.definition, instance.capabilities, instance.upstream.era)
+        if instance.own_schema is not None:
+            return instance.own_schema
+        if instance.schema is None or instance.schema_era != instance.upstream.era:
+            instance.schema_era = instance.upstream.era
+            instance.schema = self.get(instance.definition, instance.capabilities, instance.upstream.era)
+        return instance.schema
 
     def detach(self, instance):
         """Give an instance of one host a schema of its own, which is not kept on disk.
@@ -6336,6 +6361,8 @@ class Questions:
 
         Also for those that are open already; who came after a question cannot have asked it.
         """
+        if not self.by_id:
+            return
         for question in [q for q in self.by_id.values() if q.instance is instance and q.candidates]:
             left = self._left(question)
             if left and all(call.cancelled or call.host.closed for call in left):
@@ -6354,8 +6381,7 @@ class Questions:
                 self._found(question, left)
             else:
                 self._refuse(question, RpcError(INVALID_PARAMS, "the request that this belonged to is over"))
-        if self.by_id:
-            self._turn_is_free(instance)
+        self._turn_is_free(instance)
 
     def _release(self, slot):
         if not any(q.instance.slot is slot for q in self._unattributed):
@@ -6742,6 +6768,7 @@ class Host:
         self.id = "h%d" % core.new_id()
         self.revision = None
         self.capabilities, self.info = {}, {}
+        self._declared = {}              # see declared
         self.level = None
         self.calls = {}                  # host id -> Call, until answered
         self.slots = set()               # slots that it has used and that still exist
@@ -6827,7 +6854,11 @@ class Host:
     def declared(self, server):
         """Return the capabilities that a server started for this host is told of."""
         confined = self.core.config.get("scope", server) in CONFINED_SCOPES
-        return declared_capabilities(self.capabilities, LATEST_LEGACY, confined)
+        known = self._declared.get(confined)
+        if known is None or known[0] is not self.capabilities:
+            known = (self.capabilities, declared_capabilities(self.capabilities, LATEST_LEGACY, confined))
+            self._declared[confined] = known
+        return known[1]
 
     def name_by_uri(self, call, server_name):
         """Let an unnamed request for a URI that a named call was shown be that session's."""
@@ -7006,6 +7037,7 @@ class LegacyHost(Host):
         self.used = {}                   # (server, key) -> session: for the shim to remember
         self.modern = {}                 # host id -> ModernRequest on the same pipe
         self._roots_waiters = []
+        self._routes = {}                # tool -> see _take_route
         self._greeting = None            # its initialize, until that is answered
         self._early = []                 # what it asked before: (seq, message, line, losses)
         self._told = {}                  # change notification -> has changed again since it was told
@@ -7129,7 +7161,42 @@ class LegacyHost(Host):
         call.message, call.line = message, line
         call.losses = losses
         self.calls[host_id] = call
+        if not losses and method == "tools/call" and self._take_route(call):
+            return
         self._guarded(call, lambda: self._handler(method)(self, call))
+
+    def _take_route(self, call):
+        """Send a call the way that the one before of the same tool went; returns whether that is known to hold.
+
+        It does while neither the configuration nor the instance nor its lists have changed,
+        for calls that say nothing about who they are from.
+        """
+        params = call.params
+        name = params.get("name")
+        route = self._routes.get(name) if isinstance(name, str) else None
+        if route is None or self.level is not None or "_meta" in params or "task" in params:
+            return False
+        generation, slot, instance, schema, lists, identity, may_repeat = route
+        if generation != self.core.config_generation or slot.instance is not instance or instance.state not in (
+                "idle", "busy") or schema.generation != lists or slot.ended or instance.own_schema not in (None, schema):
+            del self._routes[name]
+            return False
+        call.identity, call.schema, call.may_repeat = identity, schema, may_repeat
+        call.asks, call.logs = schema.asks(name), bool(schema.logs(call.subject))
+        self._guarded(call, lambda: self.core.pool.submit(call, slot))
+        return True
+
+    def _note_route(self, call):
+        """A call has been answered: the next one of its tool may go the same way."""
+        instance, name = call.slot.instance, call.params.get("name")
+        if (self.surface.single and call.method == "tools/call" and instance is not None and isinstance(name, str)
+                and "_meta" not in call.params and "task" not in call.params and instance.upstream.era == "legacy"
+                and not runs_as_task(call.schema, call.schema.tool(name))
+                and not call.slot.key.text.startswith("call:") and not call.identity.named):
+            if len(self._routes) > 500:
+                self._routes.clear()
+            self._routes[name] = (self.core.config_generation, call.slot, instance, call.schema, call.schema.generation,
+                                  call.identity, call.may_repeat)
 
     def greeted(self):
         """Its initialize is answered: what it asked meanwhile is taken up."""
@@ -7242,6 +7309,8 @@ class LegacyHost(Host):
             result = spell_result(call.method, result, self.revision)
         result = self._mark_restarted(call, result)
         self._note_use(call)
+        if call.method == "tools/call" and call.params.get("name") not in self._routes:
+            self._note_route(call)
         return result
 
     def _note_use(self, call):
@@ -7657,6 +7726,7 @@ def _on_host_progress(host, params):
 
 def _on_roots_changed(host, _params):
     host.roots = None
+    host._routes.clear()
     for slot in host.slots:
         instance = slot.instance
         if instance is not None and instance.state in ("idle", "busy") and "roots" in instance.capabilities:
@@ -9984,6 +10054,17 @@ def code_digest(code):
     return hashlib.sha256(repr(facts).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
+_places = None
+
+
+def known_places():
+    """Return `code_by_place()`, made once: the code of this process does not change."""
+    global _places
+    if _places is None:
+        _places = code_by_place()
+    return _places
+
+
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _SEQUENCES = {}
 
@@ -10007,7 +10088,7 @@ class SnapshotWriter:
         self._numbers = {}               # id of an object -> its number
         self._kept = []                  # the objects, so that no id is used twice
         self._todo = collections.deque()
-        self._places = {code: place for place, code in code_by_place().items()}
+        self._places = {code: place for place, code in known_places().items()}
 
     def dump(self, root):
         """Return everything that `root` leads to, as bytes. Raises SnapshotError."""
@@ -10109,7 +10190,7 @@ class SnapshotReader:
         self.dry = dry
         self.made = [None] * len(self.nodes)
         self._is_made = [False] * len(self.nodes)
-        self._places = code_by_place()
+        self._places = known_places()
 
     def load(self):
         """Return the root object, with everything that it leads to."""
@@ -12425,6 +12506,7 @@ class Shim:
         self.keep_limit, self.line_limit = SHIM_KEEP_BYTES, SHIM_LINE_BYTES
         self.drain_s, self.close_s = SHIM_DRAIN_S, SHIM_CLOSE_S
         self.has_answered = False        # the host has been given an answer
+        self.poller = self.polled = None     # what was waited for at the last turn
         self.parent = os.getppid()
 
     # -- the loop ---------------------------------------------------------------
@@ -12449,21 +12531,27 @@ class Shim:
                 return outcome[0]
 
     def _poll(self):
-        wanted = {1: select.POLLOUT if self.writer.pending else 0}
-        if not self.host_ended and self._may_read_host():
-            wanted[0] = select.POLLIN
+        reads_host = not self.host_ended and (not self.unsent or self._may_read_host())
+        events = 0
         if self.socket is not None:
             events = select.POLLIN if self.writer.pending_bytes < SHIM_HIGH_WATER else 0
             if self.hello or (self.unsent and self.state == "up"):
                 events |= select.POLLOUT
-            wanted[self.socket.fileno()] = events
-        if self.ready_fd is not None:
-            wanted[self.ready_fd] = select.POLLIN
-        poller = select.poll()
-        for fd, events in wanted.items():
-            poller.register(fd, events)
-        timeout = self._timeout()
-        for fd, event in poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1)):
+        wanted = (reads_host, bool(self.writer.pending), self.socket, events, self.ready_fd)
+        if wanted != self.polled:
+            # Mostly it is what it was at the last turn.
+            self.polled, self.poller = wanted, select.poll()
+            self.poller.register(1, select.POLLOUT if self.writer.pending else 0)
+            if reads_host:
+                self.poller.register(0, select.POLLIN)
+            if self.socket is not None:
+                self.poller.register(self.socket.fileno(), events)
+            if self.ready_fd is not None:
+                self.poller.register(self.ready_fd, select.POLLIN)
+        timeout = None
+        if self.state != "up" or self.drain_until is not None or self.deadline is not None:
+            timeout = self._timeout()
+        for fd, event in self.poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1)):
             if fd == 0:
                 self._read_host()
             elif fd == 1:
