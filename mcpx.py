@@ -350,7 +350,15 @@ def _finite(text):
     return value
 
 
-_decode = None
+_decoder = None
+
+
+def json_decoder():
+    """Return the decoder that every message goes through."""
+    global _decoder
+    if _decoder is None:
+        _decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant)
+    return _decoder
 
 
 def parse_json(line):
@@ -360,13 +368,10 @@ def parse_json(line):
     a double's range is refused, as the peer at the other side may be strict. A byte-order
     mark is tolerated.
     """
-    global _decode
-    if _decode is None:
-        _decode = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse_constant).decode
     try:
         if line[:3] == b"\xef\xbb\xbf":
             line = line[3:]
-        return _decode(line.decode("utf-8"))
+        return json_decoder().decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RpcError(PARSE_ERROR, "Parse error: not UTF-8 at byte %d" % error.start)
     except RecursionError:
@@ -453,6 +458,52 @@ def encode_id(value):
     return b"%d" % value if type(value) is int else encode_json(value)
 
 
+class Located:
+    """A line, and where in it the id stands for certain."""
+
+    __slots__ = ("line", "start", "end")
+
+    def __init__(self, line, start, end):
+        self.line, self.start, self.end = line, start, end
+
+
+_ANSWER_PLACES = None
+
+
+def parse_answer(line):
+    """Return (message, Located) of an answer with a result as servers usually write it, else None.
+
+    The result is parsed where it stands, and nothing but the usual members may be around it:
+    so a second "id", which would be the one that counts, cannot hide anywhere, and a large
+    answer need not be searched for it.
+    """
+    global _ANSWER_PLACES
+    if _ANSWER_PLACES is None:
+        _ANSWER_PLACES = (re.compile(rb'\{"jsonrpc": ?"2\.0", ?"id": ?(\d{1,16}), ?"result": ?').match,
+                          re.compile(r', ?"jsonrpc": ?"2\.0", ?"id": ?(\d{1,16})\}').fullmatch)
+    before, after = _ANSWER_PLACES
+    head = before(line)
+    if (head is None and not line.startswith(b'{"result":')) or b"\r" in line:
+        return None
+    try:
+        text = line.decode("utf-8")
+        result, end = json_decoder().raw_decode(text, head.end() if head is not None else len('{"result":'))
+    except (ValueError, RecursionError):
+        return None                      # who reads it the long way says what is wrong
+    if head is not None:
+        if text[end:] != "}":
+            return None
+        start, stop = head.span(1)
+    else:
+        tail = after(text, end)
+        if tail is None:
+            return None
+        # What comes after the result has as many bytes as characters.
+        start, stop = (len(line) - len(text) + place for place in tail.span(1))
+    wire_id = int(line[start:stop])
+    return {"jsonrpc": "2.0", "id": wire_id, "result": result}, Located(line, start, stop)
+
+
 _ID_PLACES = None
 # How most writers begin a message, without a space.
 _USUAL_HEAD = b'{"jsonrpc":"2.0","id":'
@@ -461,14 +512,17 @@ _USUAL_HEAD = b'{"jsonrpc":"2.0","id":'
 def with_id(line, message, new_id):
     """Return `line` with the message's id replaced, byte for byte the same elsewhere.
 
-    `message` is the parsed line. Numbers keep their spelling and large results are not
+    `message` is the parsed line, which may be Located. Numbers keep their spelling and large results are not
     encoded again. Bytes are replaced only where the id member can be told beyond doubt: the
     text `"id"` occurs once, at the head of the object or at its very end (the last brace of
     valid JSON closes the whole), and no key is spelled with an escape that could be it too.
     """
     global _ID_PLACES
+    if isinstance(line, Located):
+        return b"".join((line.line[:line.start], encode_id(new_id), line.line[line.end:]))
     # A line break inside (white space to JSON) would be two lines to whoever reads them.
-    if line.count(b'"id"') == 1 and b"\\u006" not in line and b"\n" not in line and b"\r" not in line:
+    if b"\n" not in line and b"\r" not in line and line.count(b'"id"') == 1 and not (
+            b"\\" in line and b"\\u006" in line):
         old_id = encode_id(message["id"])
         if line.startswith(_USUAL_HEAD):
             end = len(_USUAL_HEAD) + len(old_id)
@@ -3053,6 +3107,10 @@ class Upstream:
         self.on_lines([data])
 
     def _on_line(self, line):
+        usual = parse_answer(line)
+        if usual is not None:
+            self._on_answer(*usual)
+            return
         try:
             message = parse_json(line)
             if isinstance(message, list) and message and all(isinstance(member, dict) for member in message):
@@ -12406,8 +12464,8 @@ class HostWriter:
     """Writes to a descriptor of the host without ever blocking and without changing its flags.
 
     The flags belong to the open file, which the host may share. Sockets take a flag per
-    call; a pipe that polls writable takes PIPE_BUF bytes; files, terminals and /dev/null
-    are written as they are.
+    call; a pipe is opened once more where that can be, else it takes PIPE_BUF bytes when it
+    polls writable; files, terminals and /dev/null are written as they are.
     """
 
     def __init__(self, fd):
@@ -12416,8 +12474,14 @@ class HostWriter:
         self.pending_bytes = 0
         self.broken = False
         mode = os.fstat(fd).st_mode & 0o170000
-        self._socket = None
+        self._socket = self._own_fd = None
         self._is_pipe = mode == 0o010000
+        if self._is_pipe:
+            try:
+                # The same pipe under an open file of our own, whose flags are ours alone.
+                self._own_fd = os.open("/proc/self/fd/%d" % fd, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                self._own_fd = None      # not on this system, or not ours to open
         if mode == 0o140000:
             import _socket
             self._socket = _socket.socket(fileno=os.dup(fd))
@@ -12455,6 +12519,8 @@ class HostWriter:
     def _write(self, data):
         if self._socket is not None:
             return self._socket.send(data, self._flag)
+        if self._own_fd is not None:
+            return os.write(self._own_fd, data)
         if not self._is_pipe:
             return os.write(self.fd, data)
         poller = select.poll()
