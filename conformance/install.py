@@ -42,6 +42,8 @@ NPM_SETS = {
     # The only published package found that carries the schema files of the
     # revisions: the official suite validates every response against them.
     "schemas": {"@modelcontextprotocol/conformance": "0.2.0-alpha.12"},
+    # The official TypeScript SDK as a client; 2.x speaks both eras.
+    "tsclient": {"@modelcontextprotocol/client": "2.4.0"},
 }
 
 PIP_SETS = {

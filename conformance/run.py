@@ -12,12 +12,14 @@ Installs what the chosen checks need first (install.py says where). Prints a
 line per check, and as its last line `N passed, N failed`.
 """
 import argparse
+import fnmatch
 import functools
 import re
 import sys
 import time
 import traceback
 
+import check_eras
 import check_frames
 import check_inspector
 import check_opencode
@@ -28,10 +30,18 @@ import install
 import schemas
 from place import Failed, Place
 
-# What is known not to work yet: (name of the check, text in the finding, reason).
+# What is known not to work yet: (pattern of the checks' names, text in the finding, reason).
 # A finding that matches a row does not fail its check; a row that matches
-# nothing although its check ran fails the run: then the row has to go.
-KNOWN_GAPS = []
+# nothing although all its checks ran fails the run: then the row has to go.
+UNTOLD = "a subscription without resources is not told that the lists of the session's own instance have changed"
+FOREIGN = "mcpx's own subscription at a modern server shows in what it passes on"
+UNDEFINED = "questions in a result have properties that 2026-07-28 does not define"
+KNOWN_GAPS = [
+    ("frames 2026-07-28*", "list_changed did not come", UNTOLD),
+    ("frames 202[45]-*, eras", "(notifications/resources/updated): _meta key", FOREIGN),
+    ("frames 2026-07-28*", "('_meta' was unexpected)", UNDEFINED),
+    ("frames 2026-07-28*, newest", "('execution' was unexpected)", UNDEFINED),
+]
 
 # Lines shown per failed check; the rest is counted.
 SHOWN_FINDINGS = 25
@@ -61,8 +71,10 @@ def all_checks():
     checks.append(Check("equality", servers, functools.partial(equality, slow=False), True))
     checks.append(Check("equality with tasks", servers, functools.partial(equality, slow=True)))
     checks.append(Check("standalone equality", servers, check_upstreams.check_standalone))
+    checks += [Check(name, ["sdk2", "tsclient"], run, quick) for name, run, quick in check_eras.checks()]
     checks += frame_checks()
     checks.append(Check("inspector", ["servers", "inspector"], check_inspector.check_inspector))
+    checks.append(Check("inspector over HTTP", ["servers", "inspector"], check_inspector.check_inspector_http))
     checks.append(Check("two hosts, one child", ["servers"], check_sharing.check_sharing, True))
     together = functools.partial(check_sharing.check_sharing, behaviour=check_sharing.ask_together)
     checks.append(Check("two hosts that ask, one child", ["servers"], together, True))
@@ -78,18 +90,20 @@ def all_checks():
 def frame_checks():
     """Every server × revision through mcpx; and the servers by themselves, as a control."""
 
-    def sweep(server, revision, direct, place):
-        return check_frames.check_frames(place, server, revision, published()[revision], direct)
+    def sweep(server, revision, place, **how):
+        return check_frames.check_frames(place, server, revision, published()[revision], **how)
 
     checks = []
-    for server in check_frames.DRIVERS:
-        needs = ["schemas", "sdk1"] + ([] if server == "newest" else ["servers"])
-        if server != "merged":
-            control = functools.partial(sweep, server, schemas.REVISIONS[-1], True)
+    for server, served in check_frames.SERVERS.items():
+        needs = ["schemas", "sdk1"] + served.peers
+        if served.direct:
+            control = functools.partial(sweep, server, served.direct, direct=True)
             checks.append(Check("frames control, %s" % server, needs, control, True))
-        for revision in schemas.REVISIONS:
-            run = functools.partial(sweep, server, revision, False)
+        for revision in served.revisions:
+            run = functools.partial(sweep, server, revision)
             checks.append(Check("frames %s, %s" % (revision, server), needs, run, True))
+        over_http = functools.partial(sweep, server, schemas.MODERN, http=True)
+        checks.append(Check("frames %s over HTTP, %s" % (schemas.MODERN, server), needs, over_http, True))
     return checks
 
 
@@ -114,6 +128,11 @@ def published():
 # ---------------------------------------------------------------------------
 
 
+def is_gap(row, name):
+    """Is a row of KNOWN_GAPS about the check of that name?"""
+    return fnmatch.fnmatchcase(name, row[0])
+
+
 class Outcome:
     """What one check found: findings that count, gaps that were expected, a note."""
 
@@ -125,7 +144,7 @@ class Outcome:
         self.seconds = 0.0
 
     def add(self, finding):
-        gap = next((row for row in KNOWN_GAPS if row[0] == self.check.name and row[1] in finding), None)
+        gap = next((row for row in KNOWN_GAPS if is_gap(row, self.check.name) and row[1] in finding), None)
         if gap:
             self.gaps.append(gap)
         else:
@@ -181,11 +200,12 @@ def run_check(check, keep):
 
 
 def outdated_gaps(outcomes):
-    """Rows of KNOWN_GAPS whose check ran and did not show the gap."""
+    """Rows of KNOWN_GAPS that did not show although all their checks ran, or that are about no check."""
     ran = {outcome.check.name for outcome in outcomes}
     seen = {gap for outcome in outcomes for gap in outcome.gaps}
     names = {check.name for check in all_checks()}
-    return [row for row in KNOWN_GAPS if (row[0] in ran and row not in seen) or row[0] not in names]
+    concerned = {row: {name for name in names if is_gap(row, name)} for row in KNOWN_GAPS}
+    return [row for row, checks in concerned.items() if not checks or (checks <= ran and row not in seen)]
 
 
 def install_peers(checks):

@@ -31,11 +31,20 @@ function schemaNamed(name) {
   return vm.runInNewContext(`(${source.slice(start, literalEnd(start))})`);
 }
 
-// The bundle has one table from revision to schema: {"2025-03-26":A,"2025-06-18":B,...}
-const table = /\{("\d{4}-\d\d-\d\d":[\w$]+,?){2,}/.exec(source);
+// The revision that a key of the table is: written out, or the name of a constant in brackets.
+function revisionOf(key) {
+  if (key.startsWith('"')) return key.slice(1, -1);
+  const name = key.slice(1, -1).replace("$", "\\$");
+  const declared = new RegExp(`[ ,]${name}=[\`"'](\\d{4}-\\d\\d-\\d\\d)[\`"']`).exec(source);
+  if (!declared) throw new Error(`no revision is called ${key}`);
+  return declared[1];
+}
+
+// The bundle has one table from revision to schema: {"2025-03-26":A,"2025-06-18":B,[C]:D,...}
+const table = /\{(?:(?:"\d{4}-\d\d-\d\d"|\[[\w$]+\]):[\w$]+,?){2,}\}/.exec(source);
 if (!table) throw new Error("the suite no longer has a table of schemas");
 const schemas = {};
-for (const [, revision, name] of table[0].matchAll(/"(\d{4}-\d\d-\d\d)":([\w$]+)/g)) {
-  schemas[revision] = schemaNamed(name);
+for (const [, key, name] of table[0].matchAll(/("\d{4}-\d\d-\d\d"|\[[\w$]+\]):([\w$]+)/g)) {
+  schemas[revisionOf(key)] = schemaNamed(name);
 }
 console.log(JSON.stringify(schemas));
