@@ -53,6 +53,12 @@ PIP_SETS = {
     "sdk2": {"mcp": "2.3.0"},
 }
 
+# What bench.py measures beside mcpx: other ways to put something between hosts and servers.
+BENCH_NPM = {"supergateway": "4.0.0", "mcp-remote": "0.15.1", "mcp-proxy": "6.7.19", "mcp-hub": "4.2.1"}
+BENCH_PIP = {"mcp-proxy": "0.13.0", "fastmcp": "4.2.3", "mcp-broker": "2.1.1"}
+NPM_SETS.update(("bench-npm-" + name, {name: version}) for name, version in BENCH_NPM.items())
+PIP_SETS.update(("bench-pip-" + name, {name: version}) for name, version in BENCH_PIP.items())
+
 SETS = list(NPM_SETS) + list(PIP_SETS)
 
 # The newest of these that exists makes the virtual environments; the SDKs need 3.10.
