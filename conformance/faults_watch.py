@@ -1,0 +1,161 @@
+"""What can be seen of a running mcpx from outside: status, log, processes, descriptors, memory, files.
+
+Shared by `faults.py` and `fuzz.py`. Nothing here changes anything; the socket is asked in the way of
+`mcpx status --json`, because starting a program for every look would cost more than the looks are worth.
+"""
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from place import Failed
+
+# A daemon that is stopped or starting answers late; one that says nothing for this long is not well.
+STATUS_LIMIT_S = 20
+
+# What mcpx writes when a mistake of its own was caught, and what Python writes when none was.
+MISTAKES = re.compile(r"internal error|Traceback \(most recent call last\)")
+
+# A daemon that somebody stopped has not crashed.
+ORDERLY_END = "mcpx ends:"
+
+
+def open_files(pid):
+    """Number of descriptors of a process; 0 when it has gone."""
+    try:
+        return len(os.listdir("/proc/%d/fd" % pid))
+    except OSError:
+        return 0
+
+
+def memory_kib(pid):
+    """Resident memory in KiB; 0 when it has gone."""
+    try:
+        text = Path("/proc/%d/status" % pid).read_text()
+    except OSError:
+        return 0
+    found = re.search(r"VmRSS:\s+(\d+)", text)
+    return int(found.group(1)) if found else 0
+
+
+def cpu_seconds(pid):
+    """Processor time that a process has used so far; 0.0 when it has gone."""
+    try:
+        fields = Path("/proc/%d/stat" % pid).read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_running(pid):
+    """Whether a process lives; a zombie does not."""
+    try:
+        return Path("/proc/%d/stat" % pid).read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Watch:
+    """The view on the daemon of one Place."""
+
+    def __init__(self, place):
+        self.place = place
+        self.state = place.dirs["XDG_STATE_HOME"] / "mcpx"
+        self._read = {}  # log file -> how far it was read
+
+    def record(self):
+        """The record of the running daemon, or None."""
+        for path in self.state.glob("daemon-*.json"):
+            try:
+                return json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue  # it is being written or removed
+        return None
+
+    def socket_path(self):
+        """The socket of the place's daemon, or None where there is none."""
+        found = sorted(self.place.dirs["XDG_RUNTIME_DIR"].glob("mcpx/*.sock"))
+        return str(found[0]) if found else None
+
+    def ask(self, operation, seconds=STATUS_LIMIT_S, **arguments):
+        """The answer to one control request, or None when no daemon answers."""
+        path = self.socket_path()
+        if path is None:
+            return None
+        hello = {"mcpx": 1, "role": "control", "op": operation, "args": arguments}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(seconds)
+            try:
+                link.connect(path)
+                link.sendall(json.dumps(hello).encode() + b"\n")
+                data = b""
+                while not data.endswith(b"\n"):
+                    piece = link.recv(1 << 20)
+                    if not piece:
+                        return None
+                    data += piece
+            except OSError:
+                return None
+        return json.loads(data).get("result")
+
+    def status(self, seconds=STATUS_LIMIT_S):
+        """What `mcpx status --json` shows, or None when no daemon answers."""
+        return self.ask("status", seconds)
+
+    def mistakes(self):
+        """What the daemons have logged since the last look that is a mistake of mcpx itself."""
+        found = []
+        for path in sorted(self.state.glob("logs/daemon-*.log")):
+            text = path.read_text(errors="replace")
+            start = self._read.get(path, 0)
+            self._read[path] = len(text)
+            for line in text[start if start <= len(text) else 0 :].splitlines():
+                if MISTAKES.search(line):
+                    found.append(line.replace("\\x0a", "\n"))
+        return found
+
+    def tail(self, size=1500):
+        """The end of the daemon's log, for a report."""
+        return "\n".join(path.read_text(errors="replace")[-size:] for path in self.state.glob("logs/daemon-*.log"))
+
+    def ended_in_order(self):
+        """Whether the last daemon ended because it was told to."""
+        lines = [line for path in self.state.glob("logs/daemon-*.log") for line in path.read_text().splitlines()]
+        return any(ORDERLY_END in line for line in lines[-40:])
+
+    def footprint(self):
+        """What the daemon holds now: descriptors, memory in KiB, processes, its tables."""
+        status = self.status()
+        if status is None:
+            raise Failed("no daemon answers")
+        pid = status["daemon"]["pid"]
+        return {
+            "pid": pid,
+            "descriptors": open_files(pid),
+            "memory": memory_kib(pid),
+            "processes": len(self.place.survivors()),
+            "tables": status["tables"],
+        }
+
+    def files(self):
+        """The names of all files that mcpx has written, with what differs from run to run taken out."""
+        names = set()
+        for top in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "TMPDIR"):
+            for path in self.place.dirs[top].rglob("*"):
+                name = str(path.relative_to(self.place.root))
+                names.add(re.sub(r"\d{4,}", "N", re.sub(r"[0-9a-f]{12,}", "H", name)))
+        return names
+
+
+def wait_for(condition, seconds, what):
+    """Poll until `condition()` is true and return its value. Fails with `what` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise Failed("not within %g s: %s" % (seconds, what() if callable(what) else what))
+        time.sleep(0.02)
