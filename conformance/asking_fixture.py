@@ -20,15 +20,19 @@ import time
 
 REVISION = "2025-11-25"
 
-# What each tool asks, in order; it stops after `times` questions.
+# What each tool asks, in order; it stops after `times` questions. Those of AT_ONCE
+# do not wait for one answer before they ask for the next.
 TOOLS = {
     "book": ("elicitation", "elicitation"),
     "translate": ("sampling", "sampling"),
     "plan": ("elicitation", "sampling"),
+    "survey": ("elicitation", "sampling"),
     "confirm": ("elicitation", "elicitation"),
     "look": (),
     "count": (),
 }
+
+AT_ONCE = ("survey",)
 
 ARGUMENTS = {
     "type": "object",
@@ -90,22 +94,30 @@ class Server:
 
     def call(self, message):
         """Serve one call, in a thread of its own."""
-        arguments = message["params"]["arguments"]
+        name, arguments = message["params"]["name"], message["params"]["arguments"]
         delays = iter(arguments["delays"])
-        answers = []
-        for kind in TOOLS[message["params"]["name"]][: arguments.get("times", 0)]:
+        asked, answers = [], []
+        for kind in TOOLS[name][: arguments.get("times", 0)]:
             time.sleep(next(delays))
-            answers.append(self.ask(kind, question_text(arguments["id"], len(answers) + 1)))
+            asked.append((kind, self.ask(kind, question_text(arguments["id"], len(asked) + 1))))
+            if name not in AT_ONCE:
+                answers.append(self.answer_of(*asked[-1]))
+        if name in AT_ONCE:
+            answers = [self.answer_of(*one) for one in asked]
         time.sleep(next(delays))
         text = json.dumps({"id": arguments["id"], "answers": answers})
         self.send(id=message["id"], result={"content": [{"type": "text", "text": text}]})
 
     def ask(self, kind, text):
-        """Ask the client and return the answer, which may be an error."""
+        """Ask the client; returns the queue that takes its answer."""
         method, params = elicitation(text) if kind == "elicitation" else sampling(text)
         number = next(self.ids)
         box = self.waiting[number] = queue.Queue()
         self.send(id=number, method=method, params=params)
+        return box
+
+    def answer_of(self, kind, box):
+        """Wait for an answer and return what counts of it, or the error."""
         answer = box.get()
         if "error" in answer:
             return {"error": answer["error"]}

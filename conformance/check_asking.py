@@ -11,8 +11,10 @@ question whose host cannot be told waits in `mcpx asks`, where the person of
 this check answers it, for the host whose call it is.
 
 The first round is made before mcpx knows which tools ask, the second after
-that: then at most one question in a hundred may wait. In the last round
-hosts cancel calls whose questions are still to come.
+that: then at most one question in a hundred may wait. In the third round some
+persons think for seconds and some hosts never come back with an answer; that
+may neither hold up the other hosts nor get them a wrong question. In the last
+round hosts cancel calls whose questions are still to come.
 """
 import argparse
 import asyncio
@@ -43,16 +45,20 @@ META = "io.modelcontextprotocol/"
 
 HOSTS = 50
 CANCELLING_HOSTS = 5  # at most, in the last round
-# Of the questions of the second round, these may have to wait for a person.
+THINKING_HOSTS = 6  # in the third round
+# Of the questions of the second and third round, these may have to wait for a person.
 WAITING_LIMIT = 0.01
 
 DELAY_S = 0.08  # before a question or a result: anything up to this
 LONG_S = 4.0  # the same for the call that outlasts cancelled ones
+THINKING_S = 4.0  # what a person takes who thinks, at most
 CALL_LIMIT_S = 40
 START_LIMIT_S = 30
-QUESTION_TIMEOUT = "20s"
+# More than a call may take: who waits for those who never come back is found.
+QUESTION_TIMEOUT = "60s"
 POLL_S = 0.4  # how often the person looks
 HANDS = 3  # commands that the person runs at once, besides looking
+COMMAND_EVERY = 6  # every so many-th answer is given by a command
 
 CALL_ID = re.compile(r"question (\d+) of call <([^>]+)>")
 
@@ -69,15 +75,20 @@ QUIET = [name for name, kinds in TOOLS.items() if not kinds]
 class Call:
     """One call of the check: what is sent, and what it must come to."""
 
-    def __init__(self, call_id, tool, rng, longest=DELAY_S, cancel_after=None):
+    def __init__(self, call_id, tool, rng, longest=DELAY_S, cancel_after=None, left=False):
         self.id = call_id
         self.tool = tool
         self.times = rng.choice([1, 2]) if TOOLS[tool] else 0
         self.delays = [round(rng.uniform(0, longest), 3) for _ in range(self.times + 1)]
         self.cancel_after = cancel_after
+        self.left = left  # its host does not come back with an answer
 
     def params(self):
         return {"name": self.tool, "arguments": {"id": self.id, "times": self.times, "delays": self.delays}}
+
+    def has_end(self):
+        """Is its answer waited for?"""
+        return self.cancel_after is None and not self.left
 
     def questions(self):
         return [(self.id, number + 1) for number in range(self.times)]
@@ -118,6 +129,7 @@ class Host:
         self.name = name
         self.secret = "%s-%08x" % (name, rng.getrandbits(32))
         self.port = port
+        self.thinking_s = 0.0  # before each answer
         self.mine = set()  # ids of the calls that it made
         self.heard = collections.Counter()
         self.found = []
@@ -133,13 +145,13 @@ class Host:
         except (LinkClosed, Failed, OSError, asyncio.IncompleteReadError) as error:
             self.found.append("%s (%s): %r" % (call.id, call.tool, error))
             return
-        if call.cancel_after is None:
+        if call.has_end():
             fault = call.fault(answer, self.secret)
             if fault:
                 self.found.append(fault)
 
     def on_question(self, method, params, call=None):
-        """Answer a question; `call` is that which it came with, where the revision says so."""
+        """Answer a question; `call` is that which it came with, where that says whose it is."""
         asked = question_of(params)
         self.heard[asked] += 1
         if asked[0] not in self.mine:
@@ -148,6 +160,10 @@ class Host:
             self.found.append("LEAK: %s was asked question %d of %s in answer to %s" % (
                 self.name, asked[1], asked[0], call.id))
         return answer_with(method, self.secret)
+
+    def think(self, seconds):
+        """From now on, take so long for every answer."""
+        self.thinking_s = seconds
 
     async def start(self, place):
         raise NotImplementedError
@@ -166,6 +182,10 @@ class StdioHost(Host):
     async def start(self, place):
         self.link = Link(LEGACY, CAPABILITIES, lambda method, params: self.on_question(method, params or {}))
         await self.link.start(place.mcpx("serve", SERVER), place.env(), place.work)
+
+    def think(self, seconds):
+        super().think(seconds)
+        self.link.thinking_s = seconds
 
     async def finish(self, request_id, future, call):
         """Wait for an answer; or cancel the request, and wait for nothing."""
@@ -212,10 +232,15 @@ class ModernHost(Host):
             result = (answer or {}).get("result") or {}
             if result.get("resultType") != "input_required":
                 return answer
+            # Over stdio, two calls of a host have one asker, so either may carry the other's questions.
+            mine = call if isinstance(self, ModernHttpHost) else None
             responses = {
-                key: self.on_question(entry["method"], entry.get("params") or {}, call)
+                key: self.on_question(entry["method"], entry.get("params") or {}, mine)
                 for key, entry in (result.get("inputRequests") or {}).items()
             }
+            if call.left:
+                return answer
+            await asyncio.sleep(self.thinking_s)
             params = dict(call.params(), inputResponses=responses, requestState=result.get("requestState"))
 
     async def request(self, params, call):
@@ -263,6 +288,7 @@ class LegacyHttpHost(Host):
                 if "id" in message:
                     # Of several calls of one session any stream may carry it: they have one asker.
                     result = self.on_question(message["method"], message.get("params") or {})
+                    await asyncio.sleep(self.thinking_s)
                     await self.tell(id=message["id"], result=result)
         raise Failed("the stream of the call ended without its answer")
 
@@ -362,7 +388,9 @@ class Exchange:
 class Person:
     """Looks at `mcpx asks` and answers what waits there, for the host whose call it is.
 
-    A completion is no form that a person fills in, so those go to the control API.
+    By `mcpx answer` now and then, otherwise by the control API: on a loaded machine
+    a command for each question would take longer than a call may. A completion is
+    no form that a person fills in, so those always go to the API.
     """
 
     def __init__(self, place, port, hosts):
@@ -391,17 +419,18 @@ class Person:
                     self._seen.add(question["id"])
                     self.waited[question_of(question["params"])] += 1
                     self.why[question["why"]] += 1
-                    self._answers.append(asyncio.ensure_future(self.answer(question)))
+                    by_command = len(self._answers) % COMMAND_EVERY == 0
+                    self._answers.append(asyncio.ensure_future(self.answer(question, by_command)))
 
     async def rest(self):
         """Until every answer is given."""
         for answer in self._answers:
             await answer
 
-    async def answer(self, question):
+    async def answer(self, question, by_command):
         number, call_id = str(question["id"]), question_of(question["params"])[0]
         secret = next(host.secret for host in self.hosts if call_id in host.mine)
-        if question["method"] == "elicitation/create":
+        if by_command and question["method"] == "elicitation/create":
             code, out, err = await self._run(self._hands, "answer", number, "accept", "secret=" + secret)
             if code and not is_late(err):
                 self.found.append("mcpx answer ended with %d: %s" % (code, (err or out).strip()[-300:]))
@@ -452,8 +481,8 @@ class Round:
         return self.findings()
 
     def expected(self):
-        """The questions of calls that were not cancelled."""
-        return [question for _host, call in self.calls if call.cancel_after is None for question in call.questions()]
+        """The questions of calls that were neither cancelled nor left."""
+        return [question for _host, call in self.calls if call.has_end() for question in call.questions()]
 
     def findings(self):
         found = list(self.person.found)
@@ -487,6 +516,22 @@ def ordinary_round(name, place, port, hosts, rng, more=False):
         if more and rng.random() < 0.5:
             made.add(host, rng.choice(ASKING + QUIET), rng)
     rng.shuffle(made.calls)
+    return made
+
+
+def thinking_round(name, place, port, hosts, rng):
+    """An ordinary round, but for persons who think and hosts that never answer."""
+    made = Round(name, place, port, hosts)
+    modern = ModernStdioHost, ModernHttpHost
+    leaving = [rng.choice([host for host in hosts if isinstance(host, kind)]) for kind in modern]
+    thinking = rng.sample([host for host in hosts if host not in leaving], THINKING_HOSTS)
+    for host in hosts:
+        host.think(rng.uniform(1, THINKING_S) if host in thinking else 0)
+        made.add(host, rng.choice(ASKING), rng, left=host in leaving)
+        made.add(host, rng.choice(QUIET), rng)
+    # They are at it when the others come.
+    slow = thinking + leaving
+    made.calls.sort(key=lambda pair: pair[0] not in slow)
     return made
 
 
@@ -530,12 +575,17 @@ async def ask_around(place, port, count, rng):
         found += await first.run()
         second = ordinary_round("second", place, port, hosts, rng, more=True)
         found += await second.run()
-        if second.share() > WAITING_LIMIT:
-            found.append("of the questions of tools known to ask, %.1f %% waited: %s" % (
-                100 * second.share(), dict(second.person.why)))
+        third = thinking_round("thinking", place, port, hosts, rng)
+        found += await third.run()
+        for made in (second, third):
+            if made.share() > WAITING_LIMIT:
+                found.append("%s: of the questions of tools known to ask, %.1f %% waited: %s" % (
+                    made.name, 100 * made.share(), dict(made.person.why)))
+        for host in hosts:
+            host.think(0)
         last = cancelling_round("cancels", place, port, hosts, rng)
         found += await last.run()
-        notes += [made.note() for made in (first, second, last)]
+        notes += [made.note() for made in (first, second, third, last)]
         status = await asyncio.get_running_loop().run_in_executor(None, place.status)
     finally:
         await asyncio.gather(*(host.close() for host in started), return_exceptions=True)
