@@ -614,7 +614,16 @@ def play_role(arguments):
 if __name__ == "__main__":
     play_role(sys.argv[1:])
 
-import pytest  # noqa: E402: see the banner above
+import atexit  # noqa: E402: see the banner above
+import functools  # noqa: E402
+import pty  # noqa: E402
+import py_compile  # noqa: E402
+import resource  # noqa: E402
+import struct  # noqa: E402
+import termios  # noqa: E402
+import textwrap  # noqa: E402
+
+import pytest  # noqa: E402
 
 sys.path.insert(0, HERE)
 import mcpx  # noqa: E402
@@ -644,6 +653,25 @@ def tail(path, size=6000):
         return file.read().decode("utf-8", "replace")
 
 
+def program(*arguments):
+    """mcpx as its file starts itself, from byte code: to compile it in each of a thousand processes takes minutes."""
+    return [sys.executable, "-I", "-S", "-c", mcpx.boot_code(), MCPX, *arguments]
+
+
+@functools.lru_cache(None)
+def compiled_directory():
+    path = tempfile.mkdtemp(prefix="mx", dir="/tmp")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    os.mkdir(os.path.join(path, "cache"))
+    py_compile.compile(os.path.abspath(__file__), cfile=os.path.join(path, "roles.pyc"), doraise=True)
+    return path
+
+
+def compiled(name):
+    """Byte code for all labs of this run: the `cache` of mcpx, and this file as `roles.pyc`."""
+    return os.path.join(compiled_directory(), name)
+
+
 class Refused(Exception):
     """A request was answered with a JSON-RPC error."""
 
@@ -666,7 +694,7 @@ class Host:
         self.errors_path = lab.path("shim-%d.err" % len(lab.hosts))
         with open(self.errors_path, "wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, MCPX, "serve", *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                program("serve", *names), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=errors, cwd=cwd or lab.work, env=dict(lab.env, **(env or {})), start_new_session=True)
         self.pid = self.process.pid
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -835,7 +863,7 @@ class Lab:
     def __init__(self, root):
         self.root = root
         self.hosts = []
-        for name in ("home", "config", "state", "cache", "tmp", "work"):
+        for name in ("home", "config", "state", "tmp", "work"):
             os.mkdir(self.path(name))
         self.home, self.work, self.state = self.path("home"), self.path("work"), self.path("state")
         # A unix socket's path may have 104 bytes; a test's own directory can be longer than that.
@@ -845,7 +873,7 @@ class Lab:
         self.env = {
             "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": self.home, "TMPDIR": self.path("tmp"),
             "XDG_CONFIG_HOME": self.path("config"), "XDG_STATE_HOME": self.state,
-            "XDG_CACHE_HOME": self.path("cache"), "XDG_RUNTIME_DIR": self.runtime}
+            "XDG_CACHE_HOME": compiled("cache"), "XDG_RUNTIME_DIR": self.runtime}
 
     def path(self, *parts):
         return os.path.join(self.root, *parts)
@@ -875,7 +903,7 @@ class Lab:
     def role(self, role, name=None, *options, **settings):
         """A server's entry: a role of this file, recorded under `name`."""
         record = ["--record", self.record_of(name)] if name else []
-        return entry([os.path.abspath(__file__), "--role", role, *record, *options], settings)
+        return entry(["-I", "-S", compiled("roles.pyc"), "--role", role, *record, *options], settings)
 
     def seen(self, name, event=None, **fields):
         """The events that a role recorded, in order."""
@@ -904,7 +932,7 @@ class Lab:
     def run(self, *arguments, cwd=None, env=None, input=None, within=60):
         try:
             return subprocess.run(
-                [sys.executable, MCPX, *arguments], cwd=cwd or self.work, env=dict(self.env, **(env or {})),
+                program(*arguments), cwd=cwd or self.work, env=dict(self.env, **(env or {})),
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, input=input, timeout=within,
                 universal_newlines=True, start_new_session=True)
         except subprocess.TimeoutExpired:
@@ -1046,7 +1074,7 @@ def entry(arguments, settings):
 
 
 def demo(*options, **settings):
-    return entry([MCPX, "demo-server", *options], settings)
+    return entry(program("demo-server", *options)[1:], settings)
 
 
 def new_lab(root):
@@ -5280,3 +5308,1743 @@ def test_after_a_storm_everybody_has_one_answer_and_nothing_is_left(lab):
     lab.wait_for("no host", lambda: lab.status()["hosts"] == [])
     lab.wait_for("no private instance", lambda: lab.instances("mine") == [])
     lab.wait_for("empty tables", lambda: at_rest(lab))
+
+
+# ---------------------------------------------------------------------------
+# Cases: what users of such tools have reported, each named after what they saw
+#
+# Most cases are shown by the tests above; here are those that need more than one part of mcpx at once. A fake is a
+# server written out by its test: a script of a few lines over the skeleton below, that starts quickly and notes
+# what happens to it. Where a machine lacks what a case needs (another user, /proc, a kernel's namespaces), the
+# test is skipped and says why.
+# ---------------------------------------------------------------------------
+
+FAKE = r'''
+import json, os, signal, subprocess, sys, threading, time
+NOTES = os.path.splitext(os.path.abspath(__file__))[0] + ".notes"
+HELLO = {"capabilities": {"tools": {"listChanged": True}}, "serverInfo": {"name": "fake", "version": "1"}}
+
+def note(*words):
+    fd = os.open(NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(fd, (" ".join(map(str, (os.getpid(), *words))) + "\n").encode())
+    os.close(fd)
+
+def write(data):
+    while data:
+        data = data[os.write(1, data):]
+
+def send(**message):
+    write(json.dumps(dict(message, jsonrpc="2.0")).encode() + b"\n")
+
+def say(host_id, text):
+    send(id=host_id, result={"content": [{"type": "text", "text": text}]})
+
+def tools():
+    return ["echo", "pid"]
+
+def call(name, arguments, host_id):
+    say(host_id, str(os.getpid()) if name == "pid" else arguments.get("text", ""))
+
+def hello(params, host_id):
+    send(id=host_id, result=dict(HELLO, protocolVersion=params["protocolVersion"]))
+
+def listed(host_id):
+    send(id=host_id, result={"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in tools()]})
+
+def take(message):
+    method, host_id, params = message.get("method"), message.get("id"), message.get("params") or {}
+    note("got", method, host_id)
+    if method == "initialize":
+        hello(params, host_id)
+    elif method == "tools/list":
+        listed(host_id)
+    elif method == "tools/call":
+        call(params["name"], params.get("arguments") or {}, host_id)
+    elif method == "ping":
+        send(id=host_id, result={})
+    elif method and host_id is not None:
+        send(id=host_id, error={"code": -32601, "message": "no " + method})
+
+def start():
+    pass
+
+def end():
+    pass
+
+def run():
+    for line in sys.stdin.buffer:
+        take(json.loads(line))
+'''
+FAKE_END = '''
+note("start")
+start()
+run()
+note("eof")
+end()
+'''
+
+
+def fake(lab, name, body="", *arguments, **settings):
+    """A server of a few lines: what it does otherwise than the skeleton is in `body`."""
+    return entry(["-I", "-S", script(lab, name, body), *arguments], settings)
+
+
+def script(lab, name, body=""):
+    path = lab.path(name + ".py")
+    with open(path, "w") as file:
+        file.write(FAKE + textwrap.dedent(body) + FAKE_END)
+    return path
+
+
+def notes(lab, name, *words):
+    """What a fake noted that begins with these words, in order, as [pid, word, …]."""
+    try:
+        with open(lab.path(name + ".notes")) as file:
+            rows = [line.split() for line in file]
+    except FileNotFoundError:
+        return []
+    words = [str(word) for word in words]
+    return [[int(row[0]), *row[1:]] for row in rows if row[1:1 + len(words)] == words]
+
+
+def starts(lab, name):
+    return [row[0] for row in notes(lab, name, "start")]
+
+
+def zombies_of(pid):
+    """Children of a process that have ended and were not collected."""
+    listing = subprocess.run(["ps", "-A", "-o", "ppid=,pid=,stat="], stdout=subprocess.PIPE).stdout.decode()
+    rows = [line.split() for line in listing.splitlines()]
+    return [int(row[1]) for row in rows if int(row[0]) == pid and row[2].startswith("Z")]
+
+
+def refused(host, tool, within=PATIENCE_S, **arguments):
+    """The error that a call is answered with."""
+    answer = host.answer(host.begin(tool, **arguments), within)
+    assert "error" in answer, answer
+    return answer["error"]
+
+
+def reset(lab, **settings):
+    """Change settings of a daemon that runs; `_` in a name stands for a dot."""
+    with open(lab.config) as file:
+        config = json.load(file)
+    config["mcpx"].update((name.replace("_", "."), value) for name, value in settings.items())
+    lab.write_config(json.dumps(config))
+    lab.command("reload")
+
+
+# -- processes: how they start and end
+
+def test_a_server_behind_two_shells_that_do_not_pass_on_the_end_leaves_no_process_and_no_zombie(lab):
+    """The shells get no end of input, and only they are the daemon's children."""
+    path = script(lab, "deep", "def end():\n    time.sleep(600)\n")
+    inner = "exec 3<&0; '%s' -S '%s' <&3 & wait" % (sys.executable, path)
+    lab.configure({"deep": {"command": "sh", "args": ["-c", "exec 4<&0; sh -c \"%s\" <&4 & wait" % inner],
+                            "mcpx": {"scope": "session", "idleTimeout": "300ms"}}},
+                  stop_eofGrace="200ms", stop_termGrace="200ms")
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        host = lab.host("deep")
+        daemon = lab.daemon_pid()
+        for leave in (host.close, lambda: None):    # the host leaves; then the instance of a named session is idle
+            pid = int(host.call("pid", {SESSION: "kept"} if leave is not host.close else None))
+            layers = [p for p, command in lab.processes().items() if path in command]
+            assert pid in layers and len(layers) >= 3
+            leave()
+            lab.wait_gone(*layers, within=10)
+            lab.wait_for("no zombie", lambda: zombies_of(daemon) == [])
+            host = lab.host("deep")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("end", ["idle", "killed", "stop"])
+def test_a_browser_that_left_its_session_and_its_environment_ends_with_its_server(lab, end):
+    """Neither the process group nor a mark in the environment leads to it, only its having been a descendant."""
+    marker = lab.path("browser")
+    lab.configure({"browser": fake(lab, "browser", """
+        QUIET = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        def call(name, arguments, host_id):
+            command = ["sh", "-c", "sleep 600; :", sys.argv[1]]
+            browser = subprocess.Popen(command, env={}, start_new_session=True, **QUIET)
+            say(host_id, str(browser.pid))
+        """, marker, scope="global", **({"idleTimeout": "400ms"} if end == "idle" else {}))},
+        stop_eofGrace="300ms", stop_termGrace="300ms")
+    twin = subprocess.Popen(["sh", "-c", "sleep 600; :", marker], env={}, start_new_session=True)
+    try:
+        host = lab.host("browser")
+        browser = int(host.call("open"))
+        (server,) = starts(lab, "browser")
+        assert os.getsid(browser) == browser
+        if end == "killed":
+            time.sleep(0.3)  # not a wait: the age of the browser; what was started just now cannot have been seen
+            lab.status()
+            os.kill(server, signal.SIGKILL)
+        elif end == "stop":
+            lab.command("stop")
+        lab.wait_gone(server, browser)
+        assert is_running(twin.pid)
+    finally:
+        for pid in [twin.pid] + [p for p, command in lab.processes().items() if command.endswith(marker + " ")]:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        twin.wait()
+
+
+def test_stopping_is_bounded_and_says_which_server_had_to_be_killed(lab):
+    body = """
+        def start():
+            signal.signal(signal.SIGTERM, {"good": signal.SIG_DFL, "deaf": signal.SIG_DFL, "stone": signal.SIG_IGN,
+                                           "slow": lambda *_: time.sleep(30)}[sys.argv[1]])
+        def end():
+            time.sleep(0 if sys.argv[1] == "good" else 600)
+        """
+    names = ("good", "deaf", "stone", "slow")
+    lab.configure({name: fake(lab, name, body, name, scope="global") for name in names},
+                  stop_eofGrace="300ms", stop_termGrace="300ms")
+    host = lab.host(*names)
+    pids = {name: int(host.call(name + "_pid")) for name in names}
+    began = time.monotonic()
+    said = lab.command("stop")
+    took = time.monotonic() - began
+    assert not any(map(is_running, pids.values())), "it returned before they were gone"
+    assert took < 5
+    killed = said.partition("children")[2]
+    assert "stone" in killed and "slow" in killed, said
+    assert "good" not in killed and "deaf" not in killed, said
+
+
+def test_a_call_that_is_cut_off_by_a_stop_gets_one_clear_answer(lab):
+    lab.configure({"plain": fake(lab, "plain", "def call(name, arguments, host_id):\n    note('call')\n")},
+                  drainTimeout="100ms")
+    host = lab.host("plain")
+    held = host.begin("echo", text="x")
+    lab.wait_for("the call", lambda: notes(lab, "plain", "call"))
+    lab.command("stop")
+    assert is_lost(host.answer(held)["error"])
+    assert len(host.answers(held)) == 1 and host.process.poll() is None
+    assert len(notes(lab, "plain", "call")) == 1, "the call was made twice"
+
+
+@pytest.mark.parametrize("signalled", [False, True], ids=["at the end of input", "at SIGTERM"])
+def test_a_container_client_is_given_the_time_to_end_its_container(lab, signalled):
+    """`docker run` cannot forward a KILL: the container is only ended by the client, which takes its time."""
+    container = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+    lab.configure({"docker": fake(lab, "docker", """
+        def stop_container(*_):
+            note("stopping")
+            time.sleep(0.5)
+            os.kill(int(sys.argv[1]), signal.SIGTERM)
+            os._exit(0)
+        def start():
+            signal.signal(signal.SIGTERM, stop_container)
+        def end():
+            time.sleep(600) if sys.argv[2] == "True" else stop_container()
+        """, str(container.pid), str(signalled))}, stop_eofGrace="1s", stop_termGrace="2s")
+    try:
+        host = lab.host("docker")
+        host.call("pid")
+        host.close()
+        assert container.wait(PATIENCE_S) == -signal.SIGTERM, "it was left, or not ended by its client"
+        assert [row[1] for row in notes(lab, "docker") if row[1] in ("eof", "stopping")] == ["eof", "stopping"]
+    finally:
+        container.kill()
+        container.wait()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="the work tree is made with git")
+def test_relative_commands_and_the_home_directory_are_found_and_servers_run_where_their_callers_work(lab):
+    for folder in ("home", os.path.join("config", "mcpx")):
+        path = os.path.join(lab.directory(folder, "bin"), "fake")
+        with open(path, "w") as file:
+            file.write("#!%s\n" % sys.executable + FAKE + "def call(name, arguments, host_id):\n    say(host_id, "
+                       "json.dumps([os.path.realpath(os.getcwd()), os.path.abspath(__file__)]))\n" + FAKE_END)
+        os.chmod(path, 0o755)
+    lab.configure({
+        "dotted": {"command": "./bin/fake", "mcpx": {"scope": "global"}},
+        "bare": {"command": "bin/fake", "mcpx": {"scope": "cwd"}},
+        "home": {"command": "~/bin/fake", "mcpx": {"scope": "worktree"}},
+        "given": {"command": "${HOME}/bin/fake", "cwd": "~", "mcpx": {"scope": "session"}}})
+    tree, folder = lab.directory("tree"), lab.directory("tree", "folder")
+    git("init", cwd=tree)
+    host = lab.host("dotted", "bare", "home", "given", cwd=folder)
+    places = {name: json.loads(host.call(name + "_echo")) for name in ("dotted", "bare", "home", "given")}
+    beside, at_home = (lab.path(*parts, "bin", "fake") for parts in (("config", "mcpx"), ("home",)))
+    assert places == {"dotted": [lab.home, beside], "bare": [folder, beside], "home": [tree, at_home],
+                      "given": [lab.home, at_home]}
+
+
+def test_calls_whose_clients_vanish_or_whose_servers_crash_leave_no_process_behind(lab):
+    """scope=call: a third of the calls is answered, a third loses its client, a third its server."""
+    body = """
+        def call(name, arguments, host_id):
+            note("call", name)
+            if name == "crash":
+                os._exit(1)
+            if name == "echo":
+                say(host_id, "x")
+        """
+    web = Web(lab, percall=fake(lab, "percall", body, scope="call", max=3))
+    good, leaver, doomed = lab.host("percall"), lab.host("percall"), lab.host("percall")
+    params = {"_meta": MODERN_META, "name": "never", "arguments": {}}
+    dropped = []
+    for n in range(2):
+        dropped.append(http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S))
+        dropped[-1].request("POST", "/mcp/percall", json.dumps(
+            {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": params}), {
+            "Content-Type": "application/json", "Accept": BOTH_TYPES, "MCP-Protocol-Version": "2026-07-28",
+            "Mcp-Method": "tools/call", "Mcp-Name": "never"})
+    leaver.begin("never")
+    lab.wait_for("three calls that never end", lambda: len(notes(lab, "percall", "call", "never")) == 3)
+    crashing = [doomed.begin("crash") for _ in range(3)]
+    fine = [good.begin("echo") for _ in range(3)]
+    lab.wait_for("the others to wait", lambda: lab.status()["tables"]["waiting"] == 6)
+    assert len(lab.pids("percall")) == 3
+    for connection in dropped:
+        connection.close()
+    leaver.kill()
+    assert [text_of(good.result(n)) for n in fine] == ["x"] * 3
+    assert all(is_lost(doomed.answer(n)["error"]) for n in crashing)
+    lab.wait_for("no instance", lambda: lab.instances("percall") == [])
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+    lab.wait_gone(*starts(lab, "percall"))
+
+
+def test_the_least_recently_used_session_makes_room_for_the_next(lab):
+    web = Web(lab, plain=fake(lab, "plain", scope="session", max=3))
+    reset(lab, keep="1ms")
+
+    def pid(name):
+        return int(web.tool("plain", "pid", {SESSION: name}))
+
+    pids = {name: pid(name) for name in "abc"}
+    assert pid("a") == pids["a"]
+    for name, goes in (("d", "b"), ("e", "c"), ("f", "a")):
+        pids[name] = pid(name)
+        lab.wait_gone(pids[goes])
+        assert len(lab.pids("plain")) == 3
+    assert [pid(name) for name in "def"] == [pids[name] for name in "def"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads descriptors from /proc")
+def test_a_terminal_that_is_interrupted_and_closed_ends_its_own_host_only(lab):
+    """The daemon was started from that terminal; it keeps neither the terminal nor its signals."""
+    lab.configure({"plain": fake(lab, "plain", """
+        def call(name, arguments, host_id):
+            note("call")
+            while not os.path.exists(arguments["until"]):
+                time.sleep(0.01)
+            say(host_id, str(os.getpid()))
+        """, scope="global")})
+    terminal, window = pty.openpty()
+
+    def take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    shim = subprocess.Popen([sys.executable, MCPX, "serve", "plain"], stdin=window, stdout=window, stderr=window,
+                            cwd=lab.work, env=lab.env, start_new_session=True, preexec_fn=take_terminal)
+    name = os.ttyname(window)
+    os.close(window)
+    os.write(terminal, as_line({"id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}}))
+    lab.wait_for("the daemon", lambda: lab.run("status").returncode == 0)
+    other = lab.host("plain")
+    held = other.begin("hold", until=lab.gate("go"))
+    lab.wait_for("the call", lambda: notes(lab, "plain", "call"))
+    daemon, server = lab.daemon_pid(), starts(lab, "plain")[0]
+    for pid in (daemon, server):
+        assert os.getsid(pid) != shim.pid
+        for fd in os.listdir("/proc/%d/fd" % pid):
+            with contextlib.suppress(OSError):
+                assert os.readlink("/proc/%d/fd/%s" % (pid, fd)) != name
+    os.write(terminal, b"\x03")
+    shim.wait(PATIENCE_S)
+    os.close(terminal)
+    lab.open_gate("go")
+    assert text_of(other.result(held)) == str(server)
+    assert lab.daemon_pid() == daemon
+
+
+# -- servers that die, do not come up, or say nothing
+
+def test_a_server_killed_while_idle_is_back_with_its_handshake_at_the_next_call(lab):
+    """It refuses everything before its handshake, and comes back with another tool."""
+    lab.configure({"strict": fake(lab, "strict", """
+        STAGE = ["initialize", "notifications/initialized"]
+        usual = take
+        def take(message):
+            if STAGE and message.get("method") != STAGE.pop(0):
+                os._exit(4)
+            usual(message)
+        def tools():
+            return ["echo", "pid"] + (["second-life"] if os.path.exists(sys.argv[1]) else [])
+        """, lab.gate("later"), scope="global")}, backoff_first="20ms")
+    one, two = lab.host("strict"), lab.host("strict")
+    first = int(one.call("pid"))
+    assert "second-life" not in one.tools() + two.tools()
+    lab.open_gate("later")
+    os.kill(first, signal.SIGKILL)
+    lab.wait_gone(first)
+    result = one.result(one.begin("pid"))
+    second = int(text_of(result))
+    assert second != first and result["_meta"][RESTARTED]["reason"]
+    for host in (one, two):
+        host.notification("notifications/tools/list_changed")
+        lab.wait_for("the new tool", lambda: "second-life" in host.tools())
+    assert [row[2] for row in notes(lab, "strict", "got") if row[0] == second][:2] == [
+        "initialize", "notifications/initialized"]
+    (row,) = [s for s in lab.status()["servers"] if s["name"] == "strict"]
+    assert row["restarts"] == 1 and "SIGKILL" in row["lastError"]
+
+
+NPX = """#!%s
+import os, subprocess, sys, time
+package = sys.argv[2]
+install = os.path.join(%r, package.replace("/", "-"))
+def note(word):
+    with open(install + ".log", "a") as file:
+        file.write(word + "\\n")
+if not os.path.exists(install + ".done"):
+    try:
+        os.mkdir(install)
+    except FileExistsError:
+        note("collision")
+        sys.stderr.write("npm error ENOTEMPTY: directory not empty, rename\\n")
+        sys.exit(190)
+    note("begin")
+    # Another package may be installed at the same time, and has to be, before this one is done.
+    while sys.argv[3] and not os.path.exists(os.path.join(%r, sys.argv[3] + ".log")):
+        time.sleep(0.01)
+    time.sleep(0.15)
+    os.rename(install, install + ".done")
+    note("end")
+note("runs")
+os.execv(%r, [%r, "-I", "-S", %r])
+"""
+
+
+def test_one_package_that_many_sessions_start_at_once_is_installed_once_at_a_time(lab):
+    """npm's directory of a package is not locked: two installations at once break each other."""
+    bins, installs = lab.directory("bin"), lab.directory("installs")
+    with open(os.path.join(bins, "npx"), "w") as file:
+        file.write(NPX % (sys.executable, installs, installs, sys.executable, sys.executable, script(lab, "plain")))
+    os.chmod(os.path.join(bins, "npx"), 0o755)
+    lab.configure({
+        "one": {"command": "npx", "args": ["-y", "@scope/one", "two"], "mcpx": {"scope": "session"}},
+        "again": {"command": "npx", "args": ["-y", "@scope/one", ""], "mcpx": {"scope": "global"}},
+        "two": {"command": "npx", "args": ["-y", "two", "@scope-one"], "mcpx": {"scope": "session"}}})
+    lab.env["PATH"] = bins + os.pathsep + lab.env["PATH"]
+    hosts = [lab.start("one") for _ in range(3)] + [lab.start("again"), lab.start("two")]
+    hellos = [host.hello() for host in hosts]
+    for host, hello in zip(hosts, hellos):
+        host.welcome = host.result(hello)
+        host.notify("notifications/initialized")
+    calls = [host.begin("echo", {SESSION: str(n)}, text="x") for n, host in enumerate(hosts)]
+    assert [text_of(host.result(n)) for host, n in zip(hosts, calls)] == ["x"] * 5
+    with open(os.path.join(installs, "@scope-one.log")) as file:
+        words = file.read().split()
+    assert words[:3] == ["begin", "end", "runs"] and words.count("runs") == len(words) - 2 >= 4, words
+
+
+def test_a_package_runner_that_met_another_installation_is_tried_again(lab):
+    """Somebody outside is installing the same package: ENOTEMPTY once, and nobody sees it."""
+    bins = lab.directory("bin")
+    with open(os.path.join(bins, "npx"), "w") as file:
+        file.write("#!/bin/sh\nif [ -e '%s' ]; then exec '%s' -I -S '%s'; fi\n: >'%s'\n"
+                   "echo 'npm error ENOTEMPTY: directory not empty' >&2\nexit 190\n" % (
+                       lab.path("tried"), sys.executable, script(lab, "plain"), lab.path("tried")))
+    os.chmod(os.path.join(bins, "npx"), 0o755)
+    lab.configure({"one": {"command": "npx", "args": ["-y", "one"], "mcpx": {"scope": "global"}}}, backoff_first="50ms")
+    lab.env["PATH"] = bins + os.pathsep + lab.env["PATH"]
+    assert lab.host("one").call("echo", text="x") == "x"
+
+
+def test_an_error_of_a_start_names_the_program_and_hides_what_is_secret(lab):
+    """The secret is in the environment, an argument, what the server says of itself, and its name."""
+    secret = "canary-31337"
+    lab.configure({
+        "missing": {"command": "no-such-program", "args": ["--token", "${SECRET}"], "env": {"API_KEY": "${SECRET}"}},
+        "telling": fake(lab, "telling", """
+            def start():
+                sys.stderr.write("one\\ntwo\\nthree\\nfour\\nrefused: key " + os.environ["API_KEY"] + " has expired\\n")
+                sys.stderr.flush()
+                os._exit(2)
+            """),
+        "argued": fake(lab, "argued", """
+            def start():
+                sys.stderr.write("no access for " + sys.argv[1] + "\\n")
+                sys.stderr.flush()
+                os._exit(3)
+            """, "--token=${SECRET}"),
+        "crashing": fake(lab, "crashing", """
+            def call(name, arguments, host_id):
+                sys.stderr.write("dying with " + os.environ["API_KEY"] + "\\n")
+                sys.stderr.flush()
+                os._exit(4)
+            """, scope="global"),
+    }, coldWait="5s", log_level="debug", callTimeout="5s")
+    config = json.load(open(lab.config))
+    for name in ("telling", "crashing"):
+        config["mcpServers"][name]["env"] = {"API_KEY": "${SECRET}"}
+    lab.write_config(json.dumps(config))
+    env = {"SECRET": secret}
+    errors = {name: complaint(lab.start(name, env=env)) for name in ("missing", "telling", "argued", "crashing")}
+    assert "no-such-program" in errors["missing"]["message"]
+    for name, code, words in (("telling", 2, "has expired"), ("argued", 3, "no access"), ("crashing", 4, "dying")):
+        assert words in errors[name]["message"] and "status %d" % code in errors[name]["message"], errors[name]
+        assert sys.executable in errors[name]["message"] or name in errors[name]["message"]
+    shown = [json.dumps(errors)] + [tail(host.errors_path) for host in lab.hosts]
+    for words in (["status"], ["status", "--json"], ["doctor"], ["logs"], ["logs", "telling"], ["ls"], ["settings"],
+                  ["why", "argued", "--json"], ["config", "--json"], ["call", "argued.echo"]):
+        done = lab.run(*words, env=env)
+        shown.append(done.stdout + done.stderr)
+    for folder, _, files in os.walk(os.path.join(lab.state, "mcpx")):
+        shown += [tail(os.path.join(folder, name), 1 << 20) for name in files]
+    assert [text[max(0, text.index(secret) - 150):][:250] for text in shown if secret in text] == []
+
+
+def test_status_tells_what_each_instance_is_and_why_something_is_not_shared(lab):
+    half = "def call(name, arguments, host_id):\n    name == 'pid' and say(host_id, 'x')\n"
+    dying = "def call(name, arguments, host_id):\n    os._exit(7)\n"
+    lab.configure({"shared": fake(lab, "shared", half, scope="global"), "placed": fake(lab, "placed", scope="worktree"),
+                   "doomed": fake(lab, "doomed", dying, scope="global")})
+    one, two = lab.host("shared", "doomed"), lab.host("shared", "placed", cwd="/")
+    one.call("shared_pid"), two.call("shared_pid"), two.call("placed_pid")
+    held = one.begin("shared_echo")
+    refused(one, "doomed_echo")
+    lab.wait_for("the call in flight", lambda: lab.instances("shared")[0]["inFlight"])
+    status = lab.status()
+    (row,) = [i for i in status["instances"] if i["server"] == "shared"]
+    assert (row["scope"], row["key"], row["hosts"], row["inFlight"], row["pid"]) == (
+        "global", "global", 2, 1, starts(lab, "shared")[0])
+    assert row["uptime"] > 0 and row["oldestInFlight"] > 0
+    (doomed,) = [s for s in status["servers"] if s["name"] == "doomed"]
+    assert "7" in doomed["lastError"] and "restarts" in doomed
+    (degraded,) = [d for d in status["degradations"] if d["server"] == "placed"]
+    assert degraded["scope"] == "worktree" and degraded["reason"]
+    text = lab.command("status")
+    for word in ("shared", "global", str(row["pid"]), "doomed", "exit status 7", "placed", degraded["reason"][:20]):
+        assert word in text, (word, text)
+    one.notify("notifications/cancelled", requestId=held)
+
+
+def test_a_server_that_is_stopped_in_mid_call_is_found_out_and_replaced(lab):
+    """SIGSTOP: alive, silent, and it cannot even be asked to end."""
+    lab.configure({"wedged": fake(lab, "wedged", """
+        def call(name, arguments, host_id):
+            note("call")
+            if name == "pid":
+                say(host_id, str(os.getpid()))
+        """, scope="global", pingAfter="200ms", pingTimeout="300ms"), "other": fake(lab, "other", scope="global")},
+        stop_eofGrace="100ms", stop_termGrace="100ms", backoff_first="20ms")
+    one, two, other = lab.host("wedged"), lab.host("wedged"), lab.host("other")
+    pid = int(one.call("pid"))
+    calls = [(host, host.begin("echo")) for host in (one, two)]
+    lab.wait_for("both calls", lambda: len(notes(lab, "wedged", "call")) == 3)
+    os.kill(pid, signal.SIGSTOP)
+    (row,) = lab.instances("wedged")
+    assert row["inFlight"] == 2 and row["oldestInFlight"] > 0
+    assert other.call("echo", text="x") == "x"
+    for host, host_id in calls:
+        error = host.answer(host_id)["error"]
+        assert "wedged" in error["message"] and "ping" in error["message"], error
+    lab.wait_gone(pid)
+    assert int(one.call("pid")) != pid
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+
+
+def test_two_hundred_calls_that_are_never_answered_leave_nothing_and_their_late_answers_go_nowhere(lab):
+    lab.configure({"hoard": fake(lab, "hoard", """
+        HELD = []
+        def call(name, arguments, host_id):
+            if name == "echo":
+                HELD.append(host_id)
+                note("held")
+                return
+            for late in HELD:
+                say(late, "too late")
+            say(host_id, str(len(HELD)))
+        """, scope="global")}, coldWait="5s")
+    stays, leaves = lab.host("hoard"), lab.host("hoard")
+    ids = [stays.begin("echo") for _ in range(100)]
+    for _ in range(100):
+        leaves.begin("echo")
+    lab.wait_for("all calls", lambda: len(notes(lab, "hoard", "held")) == 200)
+    for host_id in ids:
+        stays.notify("notifications/cancelled", requestId=host_id)
+    leaves.kill()
+    lab.wait_for("200 cancels", lambda: len(notes(lab, "hoard", "got", "notifications/cancelled")) == 200)
+    assert stays.call("pid") == "200"
+    lab.wait_for("empty tables", lambda: at_rest(lab))
+    assert [m for m in stays.seen if "id" in m and m["id"] in ids] == []
+    assert lab.status()["counters"]["lateAnswers"] == 200
+
+
+def test_a_server_that_closed_its_input_costs_the_next_call_and_no_more(lab):
+    lab.configure({"closed": fake(lab, "closed", """
+        def call(name, arguments, host_id):
+            say(host_id, str(os.getpid()))
+            if name == "echo":
+                os.close(0)
+                note("closed")
+                time.sleep(600)
+        """, scope="global"), "other": fake(lab, "other", scope="global")},
+        backoff_first="20ms", stop_eofGrace="100ms", stop_termGrace="100ms")
+    host, other = lab.host("closed"), lab.host("other")
+    first = int(host.call("echo"))
+    lab.wait_for("the close", lambda: notes(lab, "closed", "closed"))
+    answer = host.answer(host.begin("pid", text="x" * (1 << 20)), 5)
+    # Nothing of the call was read: it may be sent to the next one, or be reported.
+    assert is_lost(answer["error"]) if "error" in answer else text_of(answer["result"]) != str(first)
+    assert int(host.call("pid")) != first
+    lab.wait_gone(first)
+    assert other.call("echo", text="x") == "x"
+
+
+def test_a_server_that_dies_after_every_call_is_never_held_back(lab):
+    """Only a server that fails before it has done anything is failing to start."""
+    lab.configure({"brief": fake(lab, "brief", """
+        def call(name, arguments, host_id):
+            say(host_id, str(os.getpid()))
+            os._exit(1)
+        """, scope="global")}, backoff_first="30s")
+    host = lab.host("brief")
+    pids = set()
+    for _ in range(6):
+        pids.add(int(host.call("pid", within=5)))
+        lab.wait_gone(*pids)
+    assert len(pids) == 6
+
+
+def test_while_a_broken_server_is_left_alone_its_callers_are_told_until_when(lab):
+    lab.configure({"broken": fake(lab, "broken", """
+        def start():
+            sys.stderr.write("no licence\\n")
+            sys.stderr.flush()
+            os._exit(9)
+        """, scope="global")}, backoff_first="40s", backoff_max="40s", coldWait="5s")
+    complaint(lab.start("broken"))
+    began = time.monotonic()
+    error = complaint(lab.start("broken"))
+    assert time.monotonic() - began < 5
+    assert "no licence" in error["message"] and any("%ds" % n in error["message"] for n in range(30, 42)), error
+    (row,) = [s for s in lab.status()["servers"] if s["name"] == "broken"]
+    assert 25 < row["nextTry"] <= 40
+    assert len(starts(lab, "broken")) <= 2
+
+
+def test_a_server_that_has_ended_before_anybody_looks_is_noticed(loop):
+    """The first child of a daemon, gone before its exit was asked for: without a status nobody could ever stop it."""
+    process = subprocess.Popen(["sh", "-c", "exit 3"])
+    deadline = time.monotonic() + PATIENCE_S
+    while is_running(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(LOOK_EVERY_S)
+    process.returncode, seen = 0, []
+    loop.on_exit(process.pid, seen.append)
+    turn_until(loop, lambda: seen)
+    assert os.WEXITSTATUS(seen[0]) == 3
+
+
+# -- what goes over the wire
+
+def test_an_answer_that_noise_was_glued_to_reaches_its_caller(calm):
+    host = calm.host("bytes")
+    answer = host.answer(host.begin("glued"))
+    assert "error" in answer or text_of(answer["result"]) == "TEXT"
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536, 65_537, 1 << 20, 8 << 20])
+def test_big_results_and_arguments_arrive_whole_over_http(web, size):
+    text = ("é漢😀" * (size // 9 + 1))[:size // 3]
+    assert web.tool("shared", "echo", text=text) == text
+    assert len(WebSession(web, "shared").tool("big", bytes=size)) == size
+
+
+def test_one_byte_over_the_documented_limit_is_refused_and_one_less_is_not(lab):
+    limit = 64 << 10
+    lab.configure({"plain": fake(lab, "plain", "def call(name, arguments, host_id):\n    say(host_id, 'taken')\n")},
+                  limits_lineBytes="64KiB")
+    host = lab.host("plain", revision="2025-11-25")
+    line = as_line(echo_request("just", "x"))
+    host.write(as_line(echo_request("just", "x" * (limit - len(line) + 2))))       # the newline is not counted
+    assert text_of(host.result("just")) == "taken"
+    host.write(as_line(echo_request("over", "x" * (limit - len(line) + 3))))
+    error = host.expect(lambda m: "error" in m and m.get("id") in ("over", None), "a refusal")["error"]
+    assert "limits.lineBytes" in error["message"]
+    assert host.call("echo") == "taken" and len(notes(lab, "plain", "got", "tools/call")) == 2
+
+
+def test_a_screenshot_of_ten_megabytes_arrives_as_it_was_sent(lab):
+    lab.configure({"shots": fake(lab, "shots", """
+        def call(name, arguments, host_id):
+            image = {"type": "image", "mimeType": "image/png", "data": "aGk+" * 2621440, "annotations": {}}
+            text = {"type": "text", "text": "\\u6f22\\ud83d\\ude00" * (5 << 18)}
+            send(id=host_id, result={"content": [image, text], "isError": False, "x-own": [1.50, None]})
+        """)})
+    host = lab.host("shots", revision="2025-11-25")
+    image = {"type": "image", "mimeType": "image/png", "data": "aGk+" * 2621440, "annotations": {}}
+    text = {"type": "text", "text": "漢😀" * (5 << 18)}
+    assert host.result(host.begin("echo")) == {"content": [image, text], "isError": False, "x-own": [1.5, None]}
+
+
+def test_characters_cut_anywhere_arrive_whole_over_http(web):
+    body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {
+        "name": "echo", "arguments": {"text": ODD_TEXT}, "_meta": MODERN_META}}, ensure_ascii=False).encode()
+    head = ("POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nAccept: %s\r\n"
+            "MCP-Protocol-Version: 2026-07-28\r\nMcp-Method: tools/call\r\nMcp-Name: echo\r\nConnection: close\r\n"
+            "Content-Length: %d\r\n\r\n" % (BOTH_TYPES, len(body))).encode()
+    with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(head)
+        for byte in body:
+            connection.send(bytes([byte]))
+        answer = b"".join(iter(lambda: connection.recv(7), b""))
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["result"]["content"][0]["text"] == ODD_TEXT
+    session = WebSession(web, "shared")
+    body = {"jsonrpc": "2.0", "id": 9, "method": "tools/call", "params": {
+        "name": "sleep", "arguments": {"seconds": 0.1, "every": 0.04, "text": ODD_TEXT}, "_meta": {"progressToken": 1}}}
+    _, headers, data = web.send("POST", "/mcp/shared", body, session.headers)
+    assert headers.get_content_type() == "text/event-stream"
+    assert text_of(messages_of(headers, data)[-1]["result"]) == ODD_TEXT
+
+
+def test_what_mcpx_writes_ends_in_plain_newlines_whatever_the_others_write(calm):
+    """Host and server both write CRLF and byte order marks."""
+    hello = {"id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}}
+    messages = (hello, {"method": "notifications/initialized"}, echo_request(2, "x"), echo_request(3, ODD_TEXT))
+    host = calm.start("noisy", reads=False)
+    host.write(b"".join(b"\xef\xbb\xbf" + as_line(message)[:-1] + b"\r\n" for message in messages))
+    answers = {}
+    for line in host.process.stdout:
+        assert line.endswith(b"\n") and b"\r" not in line and not line.startswith(b"\xef\xbb\xbf"), line
+        message = json.loads(line)
+        answers[message.get("id")] = message
+        if {1, 2, 3} <= set(answers):
+            break
+    assert text_of(answers[3]["result"]) == ODD_TEXT
+
+
+def test_an_escape_that_is_no_character_goes_through_untouched_in_both_directions(calm):
+    host = calm.host("bytes")
+    host.write(as_line(echo_request("sur", "ESCAPE")).replace(b"ESCAPE", b"\\ud800"))
+    assert text_of(host.result("sur")) == "\ud800"
+
+
+def test_a_line_that_is_no_request_is_answered_with_the_code_that_says_so(calm):
+    host = calm.host("demo", revision="2025-11-25")
+    lines = ((b"{bad", -32700), (b"{}", -32600), (b"42", -32600))
+    for line, _ in lines:
+        host.write(line + b"\n")
+    assert host.call("echo", text="x") == "x"
+    refusals = [m for m in host.seen if "error" in m]
+    assert [m["error"]["code"] for m in refusals] == [code for _, code in lines]
+    assert all(m.get("id") is None for m in refusals)
+
+
+FRAMINGS = {
+    "waits for a header": ("pass", "startTimeout"),
+    "answers with a header": (
+        "write(('Content-Length: %d\\r\\n\\r\\n' % len(answer) + answer).encode())", "Content-Length"),
+    "answers in several lines": ("write(json.dumps(json.loads(answer), indent=2).encode() + b'\\n')", "line"),
+}
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+def test_a_server_that_frames_otherwise_is_reported_with_what_it_did_and_what_is_expected(lab, framing):
+    action, word = FRAMINGS[framing]
+    lab.configure({"lsp": fake(lab, "lsp", """
+        def take(message):
+            if message.get("method") == "initialize":
+                answer = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": {
+                    "protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "f", "version": "1"}}})
+                %s
+        """ % action, startTimeout="700ms")}, coldWait="5s", stop_eofGrace="100ms")
+    error = complaint(lab.start("lsp"))
+    assert "lsp" in error["message"] and word in error["message"], error
+
+
+def test_a_batch_is_never_met_with_silence(calm):
+    host = calm.host("demo", revision="2025-03-26")
+    host.last_id = 100
+    host.write(b"[]\n")
+    assert host.expect(lambda m: "error" in m, "a refusal of nothing")["error"]["code"] == -32600
+    host.write(json.dumps([dict(echo_request("good", "G"), jsonrpc="2.0"), 5]).encode() + b"\n")
+    answers = host.expect(bool, "one answer to the batch", kind=list)
+    assert [text_of(m["result"]) for m in answers if m.get("id") == "good"] == ["G"]
+    assert [m["error"]["code"] for m in answers if m.get("id") is None] == [-32600]
+    assert host.call("echo", text="next") == "next"
+
+
+def test_answers_that_a_server_puts_into_one_batch_reach_their_callers(lab):
+    lab.configure({"batcher": fake(lab, "batcher", """
+        HELD = []
+        def call(name, arguments, host_id):
+            content = [{"type": "text", "text": arguments["text"]}]
+            HELD.append({"jsonrpc": "2.0", "id": host_id, "result": {"content": content}})
+            if len(HELD) == 2:
+                write(json.dumps(HELD).encode() + b"\\n")
+        """, scope="global")})
+    one, two = lab.host("batcher", revision="2025-03-26"), lab.host("batcher", revision="2025-11-25")
+    first, second = one.begin("echo", text="1"), two.begin("echo", text="2")
+    assert (text_of(one.result(first)), text_of(two.result(second))) == ("1", "2")
+
+
+# -- who asks, and what they share
+
+def test_requests_before_the_end_of_a_slow_handshake_are_answered_or_refused_but_not_lost(lab):
+    """A strict server that is new; one host writes all at once, one leaves out `initialized`, one everything."""
+    lab.configure({"strict": fake(lab, "strict", """
+        STAGE = ["initialize", "notifications/initialized"]
+        usual = take
+        def take(message):
+            if STAGE:
+                if message.get("method") != STAGE.pop(0):
+                    os._exit(4)
+                time.sleep(0.3)
+            usual(message)
+        """, scope="global")})
+    hello = {"id": "hello", "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}}
+    eager, forgetful, rude = lab.start("strict"), lab.start("strict"), lab.start("strict")
+    requests = as_line({"id": "list", "method": "tools/list"}) + as_line(echo_request("call", "x"))
+    eager.write(as_line(hello) + as_line({"method": "notifications/initialized"}) + requests)
+    forgetful.write(as_line(hello) + requests)
+    rude.write(requests)
+    for host in (eager, forgetful):
+        assert host.result("hello")["serverInfo"]["name"] == "fake"
+    assert eager.seen[0]["id"] == "hello", eager.seen
+    assert len(eager.result("list")["tools"]) == 2 and text_of(eager.result("call")) == "x"
+    for host in (forgetful, rude):
+        for host_id in ("list", "call"):
+            answer = host.answer(host_id)
+            assert "result" in answer or answer["error"]["code"] < -32000, answer
+    assert len(starts(lab, "strict")) == 1
+
+
+def test_a_host_that_cancels_its_own_handshake_is_greeted_all_the_same(lab):
+    """`initialize` must not be cancelled: who does it anyway does not break the server for others."""
+    lab.configure({"slow": fake(lab, "slow", """
+        def start():
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
+        """, lab.gate("go"), scope="global")})
+    host, other = lab.start("slow"), lab.start("slow")
+    hello, second = host.hello(), other.hello()
+    lab.wait_for("the start", lambda: starts(lab, "slow"))
+    host.notify("notifications/cancelled", requestId=hello, reason="impatient")
+    assert host.ask("ping") == {}
+    lab.open_gate("go")
+    assert host.result(hello) and other.result(second)
+    assert notes(lab, "slow", "got", "notifications/cancelled") == []
+
+
+def test_a_question_outside_any_call_is_refused_at_once_and_ids_of_both_sides_do_not_meet(lab):
+    """Everybody counts from 1: two hosts, and the server with its questions."""
+    lab.configure({"asker": fake(lab, "asker", """
+        WAITING = {}
+        def take_answer(message):
+            note("answer", json.dumps(message.get("result") or message["error"]["code"]).replace(" ", ""))
+            caller = WAITING.pop(message["id"], None)
+            if caller is not None:
+                say(caller, json.dumps(message.get("result") or message["error"]))
+        usual = take
+        def take(message):
+            take_answer(message) if "method" not in message else usual(message)
+        def call(name, arguments, host_id):
+            if name == "echo":
+                WAITING[1] = host_id
+                send(id=1, method=arguments["method"], params=arguments["params"])
+            else:
+                say(host_id, "the call is over")
+                send(id=1, method="sampling/createMessage", params={"maxTokens": 5, "messages": []})
+        """, scope="global")}, question_timeout="60s")
+    replies = {"elicitation/create": lambda params: {"action": "accept", "content": {"answer": "ann"}}}
+    ann = lab.host("asker", capabilities={"elicitation": {}}, replies=replies)
+    bob = lab.host("asker")
+    form = {"message": "?", "requestedSchema": {"type": "object", "properties": {"answer": {"type": "string"}}}}
+    first = ann.begin("echo", host_id=1000, method="elicitation/create", params=form)
+    assert "ann" in text_of(ann.result(first))
+    assert "code" in bob.call("echo", method="roots/list", params={}) or "roots" in notes(lab, "asker", "answer")[-1][2]
+    before = len(notes(lab, "asker", "answer"))
+    assert bob.call("pid") == "the call is over"
+    lab.wait_for("an answer to the question of no call", lambda: len(notes(lab, "asker", "answer")) > before, 4)
+    assert notes(lab, "asker", "answer")[-1][2].startswith("-")
+    assert bob.ask("ping") == {} and ann.ask("ping") == {}
+    assert len(asked(ann)) == 1 and asked(bob) == []
+
+
+def test_the_same_server_written_in_another_order_is_one_and_another_directory_is_another(lab):
+    lab.configure({"x": dict(fake(lab, "x", scope="global"), env={"A": "1", "TOKEN": "${TOKEN}"})})
+    pids = [lab.host("x", env={"TOKEN": token}).call("pid") for token in ("a", "b")]
+    config = json.load(open(lab.config))
+    entry_of = config["mcpServers"]["x"]
+    entry_of["env"] = dict(reversed(list(entry_of["env"].items())))
+    lab.write_config(json.dumps(config))
+    lab.command("reload")
+    again = [lab.host("x", env={"TOKEN": token}).call("pid") for token in ("a", "b")]
+    assert again == pids and len(set(pids)) == 2
+    keys = json.dumps([(i["key"], i["id"]) for i in lab.instances("x")])
+    assert '"a"' not in keys and '"b"' not in keys
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="the work tree is made with git")
+def test_the_server_of_a_deleted_work_tree_goes_when_it_is_idle(lab):
+    lab.configure({"git": fake(lab, "git", scope="worktree", idleTimeout="700ms")})
+    tree = lab.directory("tree")
+    git("init", cwd=tree)
+    host = lab.host("git", cwd=tree)
+    pid = int(host.call("pid"))
+    shutil.rmtree(tree)
+    lab.wait_gone(pid)
+    answer = host.answer(host.begin("pid"))
+    assert "result" in answer or tree in answer["error"]["message"]
+
+
+# -- time: limits, idleness, lists
+
+def test_progress_keeps_a_long_call_alive_and_silence_ends_it(lab):
+    lab.configure({"worker": fake(lab, "worker", """
+        def call(name, arguments, host_id):
+            note("call", name)
+            if name == "echo":
+                def work():
+                    for n in range(1, 13):
+                        time.sleep(0.1)
+                        send(method="notifications/progress", params={"progressToken": TOKENS[host_id], "progress": n})
+                    say(host_id, "done")
+                threading.Thread(target=work).start()
+        TOKENS = {}
+        usual = take
+        def take(message):
+            TOKENS[message.get("id")] = ((message.get("params") or {}).get("_meta") or {}).get("progressToken")
+            usual(message)
+        """, scope="global", callTimeout="600ms")})
+    host, other = lab.host("worker"), lab.host("worker")
+    working = host.begin("echo", {"progressToken": "mine"})
+    silent = other.begin("pid")
+    error = other.answer(silent)["error"]
+    assert "callTimeout" in error["message"]
+    assert text_of(host.result(working)) == "done"
+    assert [m["params"]["progress"] for m in host.all("notifications/progress")] == list(range(1, 13))
+    assert len(starts(lab, "worker")) == 1 and len(notes(lab, "worker", "got", "notifications/cancelled")) == 1
+    assert mcpx.SETTINGS["callTimeout"].default in ("24h", 0) or "h" in mcpx.SETTINGS["callTimeout"].default
+
+
+def test_a_chatty_server_is_idle_when_nobody_calls_it(lab):
+    """It sends notifications all the time, and its host stays."""
+    lab.configure({"chatty": fake(lab, "chatty", """
+        def start():
+            def chat():
+                while True:
+                    time.sleep(0.05)
+                    send(method="notifications/message", params={"level": "info", "data": "still here"})
+                    send(method="notifications/tools/list_changed")
+            threading.Thread(target=chat, daemon=True).start()
+        """, scope="global", idleTimeout="500ms")})
+    host = lab.host("chatty")
+    pid = int(host.call("pid"))
+    lab.wait_gone(pid, within=10)
+    begun = len(starts(lab, "chatty"))
+    assert host.tools() == ["echo", "pid"]
+    assert len(starts(lab, "chatty")) == begun, "a list has started it"
+    assert int(host.call("pid")) != pid
+
+
+def test_an_empty_list_while_a_server_warms_up_is_not_taken_for_the_truth(lab):
+    """Empty, then an error, then two tools: hosts of each moment end up with two, and so does the stored copy."""
+    def phase(word):
+        with open(lab.path("phase.new"), "w") as file:
+            file.write(word)
+        os.rename(lab.path("phase.new"), lab.path("phase"))
+
+    lab.configure({"warming": fake(lab, "warming", """
+        def listed(host_id):
+            phase = open(sys.argv[1]).read()
+            note("listed", phase)
+            names = {"empty": [], "full": ["one", "two"]}.get(phase)
+            if names is None:
+                return send(id=host_id, error={"code": -32603, "message": "still warming up"})
+            send(id=host_id, result={"tools": [{"name": n, "inputSchema": {"type": "object"}} for n in names]})
+        """, lab.path("phase"), scope="global")}, backoff_first="20ms")
+    phase("empty")
+    early = lab.host("warming")
+    assert early.tools() == []
+    phase("error")
+    middle = lab.start("warming")
+    middle.hello()
+    phase("full")
+    early.notification("notifications/tools/list_changed")
+    lab.wait_for("two tools", lambda: early.tools() == ["one", "two"])
+    assert middle.answer(1)
+    middle.notify("notifications/initialized")
+    lab.wait_for("two tools", lambda: middle.tools() == ["one", "two"])
+    # Restarted, it is empty again; what was stored is better than that.
+    phase("empty")
+    for server in starts(lab, "warming"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+    lab.command("stop")
+    late = lab.host("warming")
+    assert late.tools() == ["one", "two"]
+    late.answer(late.begin("echo"))
+    lab.wait_for("a look at the new process", lambda: notes(lab, "warming", "listed")[-1][2] == "empty")
+    late.settle()
+    assert late.tools() == ["one", "two"], "an empty list has replaced a good one at its first sight"
+    phase("full")
+
+
+def test_a_session_without_a_stream_of_its_own_lists_what_is_new(lab):
+    """Over HTTP nobody can tell it; it asks again and gets the new list."""
+    web = Web(lab, demo=demo(scope="global"))
+    session = WebSession(web, "demo")
+    before = [t["name"] for t in session.request("tools/list")[1][-1]["result"]["tools"]]
+    session.request("tools/call", {"name": "add_tool", "arguments": {"name": "fresh"}})
+    lab.wait_for("the new tool", lambda: [t["name"] for t in session.request("tools/list")[1][-1]["result"]["tools"]]
+                 == before + ["fresh"])
+
+
+@pytest.mark.parametrize("era", ["legacy", "modern"])
+def test_a_server_that_ignores_what_it_does_not_know_does_not_hang_anybody(lab, era):
+    """It does not even refuse: a probe of another era gets no answer."""
+    web = Web(lab, other=fake(lab, "other"), mute=fake(lab, "mute", """
+        usual = take
+        def take(message):
+            if message.get("method") in ("initialize", "notifications/initialized", "tools/list", "tools/call"):
+                usual(message)
+        """, scope="global"))
+    began = time.monotonic()
+    if era == "legacy":
+        host = lab.host("mute")
+        assert host.call("echo", text="x") == "x"
+        error = host.answer(host.request("no/such/method"), 5)["error"]
+        assert error["code"] == -32601
+    else:
+        assert web.tool("mute", "echo", text="x") == "x"
+    assert time.monotonic() - began < 10
+    assert [i["revision"] for i in lab.instances("mute")] == ["2025-11-25"]
+
+
+# -- the daemon's door
+
+@pytest.mark.parametrize("planted", ["file", "directory", "dangling link"])
+def test_what_somebody_put_where_the_socket_belongs_is_not_deleted(lab, planted):
+    lab.configure({"plain": fake(lab, "plain")})
+    path = mcpx.socket_path(lab.config, lab.env)
+    os.makedirs(os.path.dirname(path), mode=0o700)
+    if planted == "file":
+        with open(path, "w") as file:
+            file.write("precious")
+    elif planted == "directory":
+        os.mkdir(path)
+    else:
+        os.symlink(lab.path("nowhere"), path)
+    before = os.lstat(path)
+    done = lab.run("call", "plain.echo", "text=x", within=30)
+    host = lab.start("plain")
+    hello = host.answer(host.hello(), 30)
+    assert os.lstat(path).st_ino == before.st_ino, "it was removed"
+    assert done.returncode == 0 or path in done.stderr, done.stderr
+    # It goes on without that place, and says which one it is.
+    assert "result" in hello and path in tail(host.errors_path), tail(host.errors_path)
+    host.close()
+    os.rmdir(path) if planted == "directory" else os.unlink(path)
+
+
+def test_a_daemon_that_ends_late_does_not_remove_its_successors_socket(lab):
+    """The old one is in its drain when its socket is replaced."""
+    lab.configure({"plain": fake(lab, "plain", "def call(name, arguments, host_id):\n    note('call')\n"
+                                 "    name == 'pid' and say(host_id, str(os.getpid()))\n")}, drainTimeout="2s")
+    host = lab.host("plain")
+    host.begin("echo")
+    lab.wait_for("the call", lambda: notes(lab, "plain", "call"))
+    old, path = lab.daemon_pid(), lab.status()["daemon"]["socket"]
+    os.kill(old, signal.SIGTERM)
+    other = lab.start("plain")
+    hello = other.hello()
+    lab.wait_gone(old)
+    assert other.result(hello)
+    other.notify("notifications/initialized")
+    assert other.call("pid") and host.call("pid")
+    assert lab.daemon_pid() != old and os.path.exists(path)
+    lab.wait_for("one daemon", lambda: len(daemons(lab)) == 1)
+
+
+def test_a_daemon_that_cannot_be_started_for_a_while_gives_quick_errors_and_then_works(lab, monkeypatch):
+    """Its program file is away; the host's process stays, and needs nobody to reconnect it."""
+    copy = lab.path("mcpx.py")
+    shutil.copy(MCPX, copy)
+    monkeypatch.setattr(sys.modules[__name__], "MCPX", copy)
+    lab.configure({"plain": fake(lab, "plain", scope="global")})
+    host = lab.host("plain")
+    pid, daemon = int(host.call("pid")), lab.daemon_pid()
+    os.rename(copy, copy + ".away")
+    os.kill(daemon, signal.SIGKILL)
+    lab.wait_gone(daemon)
+    for _ in range(3):
+        began = time.monotonic()
+        error = host.answer(host.begin("echo", text="x"))["error"]
+        assert time.monotonic() - began < 3 and "daemon" in error["message"], error
+    assert host.process.poll() is None
+    os.rename(copy + ".away", copy)
+    began = time.monotonic()
+    lab.wait_for("an answer", lambda: "result" in host.answer(host.begin("echo", text="x")))
+    assert time.monotonic() - began < 5
+    assert int(host.call("pid")) != pid
+
+
+def test_two_versions_that_call_in_turn_do_not_restart_each_other(lab, monkeypatch):
+    """The newer one also speaks another link: it brings its code once, and both go on with it."""
+    lab.configure({"plain": fake(lab, "plain", scope="global")})
+    old = lab.host("plain")
+    pid, daemon = old.call("pid"), lab.daemon_pid()
+    newer = newer_code(lab, ("LINK_VERSION = 1\n", "LINK_VERSION = 2\n"))
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "MCPX", newer)
+            new = lab.host("plain")
+        for host in (old, new, lab.host("plain")) * 3:
+            assert host.call("pid") == pid
+    status = lab.status()
+    assert (status["daemon"]["version"], status["daemon"]["upgrades"], status["daemon"]["pid"]) == ("9.9.9", 1, daemon)
+    assert {row["version"] for row in status["hosts"]} == {mcpx.__version__, "9.9.9"}
+    assert len(starts(lab, "plain")) == 1 and len(daemons(lab)) == 1
+
+
+class Impostor:
+    """Listens where the daemon should, and is none."""
+
+    def __init__(self, lab, manner):
+        self.path, self.manner, self.open = mcpx.socket_path(lab.config, lab.env), manner, []
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(self.path)
+        self.socket.listen(16)
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        with contextlib.suppress(OSError):
+            while True:
+                connection = self.socket.accept()[0]
+                self.open.append(connection)
+                if self.manner == "garbage":
+                    connection.sendall(b"\xff\x00 SSH-2.0-nonsense\n" * 3)
+                elif self.manner == "hangs up":
+                    connection.recv(65536)
+                    connection.close()
+
+    def close(self):
+        self.socket.close()
+        os.unlink(self.path)
+        for connection in self.open:
+            connection.close()
+
+
+@pytest.mark.parametrize("manner", ["garbage", "hangs up"])
+def test_a_listener_that_talks_nonsense_does_not_hold_a_host_for_ever(lab, manner):
+    lab.configure({"plain": fake(lab, "plain")})
+    impostor = Impostor(lab, manner)
+    try:
+        host = lab.start("plain")
+        assert host.answer(host.hello(), 20)
+        host.close()
+    finally:
+        with contextlib.suppress(OSError):
+            impostor.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads limits from /proc")
+def test_a_low_limit_of_descriptors_is_raised_and_one_that_cannot_be_is_survived(lab):
+    lab.configure({"plain": fake(lab, "plain", scope="session"), "shared": fake(lab, "shared", scope="global")})
+
+    def daemon_with(soft, hard):
+        lab.run("stop")
+        process = subprocess.Popen([sys.executable, MCPX, "daemon"], env=lab.env, cwd=lab.work, start_new_session=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+        lab.wait_for("the daemon", lambda: lab.run("status").returncode == 0)
+        return process
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    first = daemon_with(256, hard)
+    with open("/proc/%d/limits" % first.pid) as file:
+        (row,) = [line.split() for line in file if line.startswith("Max open files")]
+    assert row[3] == row[4] or int(row[3]) >= 4096
+    lab.run("stop")
+    first.wait(PATIENCE_S)
+    second = daemon_with(40, 40)
+    host = lab.host("shared", "plain")
+    assert host.call("shared_echo", text="x") == "x"
+    path = lab.status()["daemon"]["socket"]
+    idle = []
+    for _ in range(40):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        idle.append(connection)
+    # Neither a new connection nor a new process can be had, and those that are there go on.
+    lab.wait_for("full tables", lambda: len(os.listdir("/proc/%d/fd" % second.pid)) >= 38)
+    error = host.answer(host.begin("plain_echo", text="x")).get("error")
+    assert error is None or "plain" in error["message"]
+    before = cpu_seconds(second.pid)
+    for n in range(20):
+        assert host.call("shared_echo", text=str(n)) == str(n)
+        time.sleep(0.02)
+    assert cpu_seconds(second.pid) - before < 0.3
+    for connection in idle:
+        connection.close()
+    lab.wait_for("room again", lambda: "result" in host.answer(host.begin("plain_echo", text="x")))
+    assert lab.host("shared").call("echo", text="x") == "x"
+    lab.run("stop")
+    second.wait(PATIENCE_S)
+
+
+def test_every_launcher_of_one_user_meets_the_same_daemon(lab):
+    """Without a runtime directory, with one that others may write to, and from an empty environment."""
+    lab.configure({"plain": fake(lab, "plain", scope="global")})
+    home = {"HOME": lab.home, "PATH": lab.env["PATH"], "MCPX_CONFIG": lab.config}
+    world = lab.directory("world")
+    os.chmod(world, 0o777)
+    environments = [dict(home), dict(home, XDG_RUNTIME_DIR=world), dict(home, XDG_RUNTIME_DIR=lab.path("missing")),
+                    dict(home, XDG_RUNTIME_DIR=lab.runtime), dict(home, XDG_RUNTIME_DIR="relative")]
+
+    def pid(env):
+        done = subprocess.run([sys.executable, MCPX, "call", "plain.pid"], env=env, cwd=lab.work, timeout=60,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+    try:
+        assert len({pid(env) for env in environments}) == 1
+        assert os.listdir(world) == [], "a directory that others may write to was used"
+    finally:
+        subprocess.run([sys.executable, MCPX, "stop"], env=home, cwd=lab.work, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_user_can_neither_take_the_place_of_the_socket_nor_call_through_it(lab):
+    lab.configure({"plain": fake(lab, "plain", scope="global")})
+    theirs = tempfile.mkdtemp(prefix="mx", dir="/tmp")
+    try:
+        os.makedirs(os.path.join(theirs, "mcpx"))
+        for path in (theirs, os.path.join(theirs, "mcpx")):
+            os.chown(path, 65534, 65534)
+        lab.env["XDG_RUNTIME_DIR"] = theirs
+        assert lab.host("plain").call("echo", text="x") == "x"
+        path = lab.status()["daemon"]["socket"]
+        assert not path.startswith(theirs) and os.listdir(os.path.join(theirs, "mcpx")) == []
+        for part in (path, os.path.dirname(path)):
+            os.chmod(part, 0o777)                # even where nothing but the check of the peer is left
+        code = ("import os, socket, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+                "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
+                "s.sendall(b'GET /v1/status HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n'); print(s.recv(100))")
+        done = subprocess.run([sys.executable, "-c", code, path], stdout=subprocess.PIPE, timeout=60)
+        assert b"200" not in done.stdout, done
+        for part in (path, os.path.dirname(path)):
+            os.chmod(part, 0o700)
+    finally:
+        shutil.rmtree(theirs)
+
+
+# -- over HTTP
+
+def legacy(host_id, method, **params):
+    return {"jsonrpc": "2.0", "id": host_id, "method": method, "params": params}
+
+
+def opened(web, path, body, headers):
+    """A POST whose answer is being waited for; the connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    connection.request("POST", path, json.dumps(body), dict(
+        {"Content-Type": "application/json", "Accept": BOTH_TYPES}, **headers))
+    return connection
+
+
+@pytest.mark.parametrize("session_id", ["nobody", "x" * 8192, "%00../..\"';", "\u00e9\u00ff", "mcp-1"])
+def test_a_session_that_nobody_knows_is_404_and_a_new_one_can_be_begun_with_its_id(web, session_id):
+    before = web.lab.status()["tables"]["sessions"]
+    headers = {"Mcp-Session-Id": session_id}
+    initialized = {"jsonrpc": "2.0", "method": "notifications/initialized"}
+    call = legacy(1, "tools/call", name="echo", arguments={})
+    for method, body in (("POST", legacy(1, "tools/list")), ("POST", call), ("POST", initialized), ("GET", None),
+                         ("DELETE", None)):
+        status, answered, text = web.send(method, "/mcp/demo", body, dict(headers, Accept=BOTH_TYPES))
+        assert status == 404, (method, status, text)
+        assert "Mcp-Session-Id" not in answered and b"Traceback" not in text
+    assert web.lab.status()["tables"]["sessions"] == before
+    session = WebSession(web, "demo", headers=headers)
+    assert session.id != session_id and session.tool("echo", text="x") == "x"
+    assert web.send("DELETE", session.path, headers=session.headers)[0] == 204
+
+
+def test_a_failed_request_makes_no_session_and_shows_no_traceback(web):
+    before = web.lab.status()["tables"]["sessions"]
+    for body in ("{bad", "[]", "null", '{"jsonrpc":"2.0","id":1}', json.dumps(legacy(1, "initialize")),
+                 json.dumps(legacy(1, "initialize", protocolVersion=5)), json.dumps(legacy(1, "tools/list"))):
+        status, answered, text = web.send("POST", "/mcp/demo", body)
+        assert 400 <= status < 500 or b'"error"' in text, (body, status, text)
+        assert b"Traceback" not in text and "error" in json.loads(text)
+    assert web.lab.status()["tables"]["sessions"] == before
+
+
+def test_a_quiet_call_and_an_idle_stream_send_their_heads_at_once(web):
+    """What is in between must see that there is something to wait for: status, headers, a first byte, no buffering."""
+    session = WebSession(web, "shared")
+    sleep = json.dumps(legacy(77, "tools/call", name="sleep", arguments={"seconds": 30}))
+    for name, method, request in (("call", "POST", sleep), ("stream", "GET", None)):
+        connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=2)
+        headers = dict(session.headers, Accept=BOTH_TYPES, **{"Content-Type": "application/json"})
+        try:
+            connection.request(method, "/mcp/shared", request, headers)
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.headers.get_content_type() == "text/event-stream", name
+            assert answer.headers["X-Accel-Buffering"] == "no" and "no-cache" in answer.headers["Cache-Control"], name
+            assert answer.readline(), name
+        except socket.timeout:
+            pytest.fail("the %s has sent nothing for two seconds" % name)
+        finally:
+            connection.close()
+    web.send("DELETE", session.path, headers=session.headers)
+
+
+@pytest.mark.parametrize("headers, good", [
+    ({}, True), ({"Origin": "http://localhost:%d"}, True), ({"Origin": "http://127.0.0.1:%d"}, True),
+    ({"Origin": "http://[::1]:%d"}, True), ({"Host": "LOCALHOST:%d"}, True), ({"Host": "127.0.0.1:%d"}, True),
+    ({"Host": "[::1]:%d"}, True),
+    ({"Origin": "null"}, False), ({"Origin": "https://evil.example"}, False),
+    ({"Origin": "http://evil.example:%d"}, False),
+    ({"Origin": "http://localhost.evil.example"}, False), ({"Origin": "http://127.0.0.1.evil.example"}, False),
+    ({"Origin": "http://localhost@evil.example"}, False), ({"Host": "evil.example"}, False),
+    ({"Host": "evil.example:%d"}, False), ({"Host": "localhost.evil.example"}, False)],
+    ids=lambda value: " ".join("%s: %s" % pair for pair in value.items()) if isinstance(value, dict) else "")
+def test_a_web_page_can_do_nothing_with_any_method(web, headers, good):
+    headers = {name: value % web.port if "%d" in value else value for name, value in headers.items()}
+    hello = json.loads(PING)
+    before = web.lab.status()["tables"]["sessions"]
+    for method, path in (("POST", "/mcp/shared"), ("GET", "/mcp/shared"), ("DELETE", "/mcp/shared"),
+                         ("OPTIONS", "/mcp/shared"), ("GET", "/v1/status")):
+        body = hello if method == "POST" else None
+        status, answered, text = web.send(method, path, body, headers)
+        assert (status == 403) is not good, (method, path, status)
+        assert "Access-Control-Allow-Origin" not in answered
+        if status == 200 and method == "POST":
+            web.send("DELETE", path, headers={"Mcp-Session-Id": answered["Mcp-Session-Id"]})
+    assert web.lab.status()["tables"]["sessions"] == before
+
+
+def test_a_request_of_http_1_0_without_a_host_is_answered(web):
+    answer = web.raw(b"GET /v1/health HTTP/1.0\r\n\r\n")
+    assert answer.split(b" ", 2)[1] in (b"200", b"400") and b"Traceback" not in answer
+
+
+def test_nothing_is_served_or_told_without_the_token_by_any_method(lab):
+    web = Web(lab, auth="token", plain=fake(lab, "plain"))
+    with open(os.path.join(lab.state, "mcpx", "token")) as file:
+        token = file.read().strip()
+    near = [token[:-1] + ("a" if token[-1] != "a" else "b"), token + "x", token[1:], token.swapcase(), token[:8], ""]
+    started = len(starts(lab, "plain"))
+    requests = [("POST", "/mcp/plain", json.loads(PING)), ("POST", "/v1/stop", {}),
+                ("POST", "/v1/call", {"server": "plain", "tool": "pid", "arguments": {}})]
+    requests += [(method, path, None) for method, path in (
+        ("DELETE", "/mcp/plain"), ("GET", "/mcp/plain"), ("GET", "/v1/status"), ("GET", "/v1/events"))]
+    for method, path, body in requests:
+        for given in [None] + near:
+            headers = {} if given is None else {"Authorization": "Bearer " + given}
+            status, answered, text = web.send(method, path, body, headers)
+            assert status == 401 and "Bearer" in answered["WWW-Authenticate"], (method, path, given, status)
+            assert b"plain" not in text and token.encode() not in text
+    assert lab.status()["tables"]["sessions"] == 0 and len(starts(lab, "plain")) == started
+
+
+@pytest.mark.parametrize("accept, kind", [
+    (None, "application/json"), ("*/*", "application/json"), ("application/*", "application/json"),
+    ("application/json", "application/json"), ("text/event-stream", "text/event-stream"),
+    ("application/json;q=0.5 , text/event-stream ; q=0.9", "application/json"),
+    ("APPLICATION/JSON, Text/Event-Stream", "application/json"), ("text/html, */*;q=0.1", "application/json"),
+    ("text/html", None), ("image/*", None), ("application/json;q=0", None)])
+def test_any_accept_that_mcpx_can_satisfy_is_good(web, accept, kind):
+    head = "POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nContent-Type: Application/JSON; Charset=UTF-8\r\n"
+    head += ("" if accept is None else "Accept: %s\r\n" % accept) + "Content-Length: %d\r\n\r\n" % len(PING)
+    answer = web.raw(head.encode() + PING)
+    status, headers = answer.split(b" ", 2)[1], answer.partition(b"\r\n\r\n")[0].lower()
+    if kind is None:
+        assert status == b"406"
+    else:
+        assert status == b"200" and ("content-type: " + kind).encode() in headers, answer[:300]
+
+
+def test_after_a_refusal_the_connection_is_in_step_or_closed(web):
+    """Bad bodies in front of a good request on one connection: what is answered is answered in order."""
+    bad = b"{bad json"
+    data = HELLO % (b"", len(bad), bad) + HELLO % (b"", len(PING), PING)
+    answer = web.raw(data)
+    parts = answer.split(b"HTTP/1.1 ")[1:]
+    assert parts[0].startswith(b"400") and b"-32700" in parts[0]
+    assert len(parts) == 2 and parts[1].startswith(b"200") and b"serverInfo" in parts[1]
+
+
+def test_both_loopback_families_are_served_and_a_port_that_becomes_free_is_taken(lab):
+    try:
+        with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", 0))
+    holder.listen()
+    port = holder.getsockname()[1]
+    lab.configure({"plain": fake(lab, "plain")}, http={"listen": "localhost:%d" % port, "auth": "none"})
+    assert lab.host("plain").call("echo", text="x") == "x"
+    holder.close()
+    lab.command("reload")
+
+    def served(host):
+        connection = http.client.HTTPConnection(host, port, timeout=2)
+        with contextlib.suppress(OSError), contextlib.closing(connection):
+            connection.request("GET", "/v1/health")
+            return connection.getresponse().status == 200
+        return False
+    for host in ("127.0.0.1", "::1", "localhost"):
+        lab.wait_for("the door on %s" % host, lambda: served(host), 10)
+    (url,) = [word for word in lab.command("url", "plain").split() if word.startswith("http://")]
+    assert served(url[7:].rpartition(":")[0].strip("[]"))
+
+
+def test_sessions_over_http_that_nobody_ends_go_by_themselves(lab):
+    """Some say so, some close their connection, some vanish with a stream open; one is in use all along."""
+    web = Web(lab, plain=fake(lab, "plain", """
+        def call(name, arguments, host_id):
+            note("call", name)
+            while "until" in arguments and not os.path.exists(arguments["until"]):
+                time.sleep(0.01)
+            say(host_id, str(os.getpid()))
+        """, scope="session"))
+    reset(lab, http_sessionTimeout="1s")
+    used = WebSession(web, "plain")
+    waiting = legacy(1, "tools/call", name="echo", arguments={"until": lab.gate("go")})
+    busy = opened(web, used.path, waiting, used.headers)
+    ended, left = [WebSession(web, "plain") for _ in range(2)], [WebSession(web, "plain") for _ in range(6)]
+    streams = []
+    for session in left[:3]:
+        streams.append(socket.create_connection(("127.0.0.1", web.port), PATIENCE_S))
+        streams[-1].sendall(("GET %s HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n"
+                             "Mcp-Session-Id: %s\r\n\r\n" % (session.path, session.id)).encode())
+        streams[-1].recv(1)
+    # A dead peer: the kernel answers nothing more, as after a lost network; here, a reset.
+    for stream in streams:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stream.close()
+    for session in ended:
+        assert web.send("DELETE", session.path, headers=session.headers)[0] == 204
+        assert session.request("tools/list")[0] == 404
+    lab.wait_for("the one in use", lambda: lab.status()["tables"]["sessions"] == 1)
+    lab.open_gate("go")
+    answer = busy.getresponse()
+    assert answer.status == 200 and b'"content"' in answer.read()
+    busy.close()
+    assert used.tool("pid") and web.send("DELETE", used.path, headers=used.headers)[0] == 204
+    assert left[0].request("tools/list")[0] == 404
+    lab.wait_for("empty tables", lambda: at_rest(lab) and lab.instances("plain") == [])
+
+
+def test_dropping_a_request_in_mid_call_is_no_cancel_is_not_repeated_and_breaks_nothing(lab):
+    web = Web(lab, plain=fake(lab, "plain", """
+        def call(name, arguments, host_id):
+            note("call", name, arguments.get("text"))
+            threading.Timer(0.2, lambda: say(host_id, "done")).start()
+        """, scope="global"))
+    session = WebSession(web, "plain")
+    for n in range(30):
+        connection = opened(web, session.path, legacy(1000 + n, "tools/call", name="echo", arguments={"text": str(n)}),
+                            session.headers)
+        lab.wait_for("the call", lambda: notes(lab, "plain", "call", "echo", n))
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    assert session.tool("pid") == "done"
+    assert [len(notes(lab, "plain", "call", "echo", n)) for n in range(30)] == [1] * 30
+    assert notes(lab, "plain", "got", "notifications/cancelled") == []
+    lab.wait_for("empty tables", lambda: at_rest(lab) and lab.status()["tables"]["connections"] == 0)
+
+
+def test_a_result_that_the_network_cut_off_is_delivered_once_to_who_takes_up_its_stream(lab):
+    web = Web(lab, plain=fake(lab, "plain", """
+        def call(name, arguments, host_id):
+            if TOKENS.get(host_id):
+                send(method="notifications/progress", params={"progressToken": TOKENS[host_id], "progress": 1})
+            while "until" in arguments and not os.path.exists(arguments["until"]):
+                time.sleep(0.01)
+            say(host_id, "the result")
+        TOKENS = {}
+        usual = take
+        def take(message):
+            TOKENS[message.get("id")] = ((message.get("params") or {}).get("_meta") or {}).get("progressToken")
+            threading.Thread(target=usual, args=(message,)).start()
+        """, scope="global"))
+    session, other = WebSession(web, "plain"), WebSession(web, "plain")
+
+    def events(answer):
+        """(id, message) of each event until the stream ends or pauses."""
+        found, last = [], None
+        while True:
+            line = answer.readline()
+            if not line:
+                return found
+            if line.startswith(b"id: "):
+                last = line[4:].strip().decode()
+            if line.startswith(b"data: ") and line[6:].strip():
+                found.append((last, json.loads(line[6:])))
+                if found[-1][1].get("method") == "notifications/progress":
+                    return found
+
+    def resume(who, last_id):
+        connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": last_id}
+        connection.request("GET", "/mcp/plain", headers=dict(who.headers, **headers))
+        return connection, connection.getresponse()
+
+    request = legacy(500, "tools/call", name="echo", arguments={"until": lab.gate("go")})
+    request["params"]["_meta"] = {"progressToken": "p"}
+    connection = opened(web, session.path, request, session.headers)
+    ((last_id, _),) = events(connection.getresponse())
+    connection.close()
+    for stranger_id in (last_id, "999-1", "nonsense"):
+        connection, answer = resume(other, stranger_id)
+        if answer.status == 200:
+            connection.sock.settimeout(0.2)
+            with contextlib.suppress(socket.timeout):
+                assert "result" not in str(events(answer))
+        connection.close()
+    connection, answer = resume(session, last_id)
+    lab.open_gate("go")
+    assert [m["result"]["content"][0]["text"] for _, m in events(answer) if m.get("id") == 500] == ["the result"]
+    connection.close()
+    # A second time, after it was delivered whole and its id was seen, there is nothing left to tell.
+    assert other.tool("echo", until=lab.gate("go")) == "the result"
+
+
+# -- configuration and environment
+
+def test_a_command_is_found_by_its_callers_path_and_runs_with_it(lab):
+    """The daemon was started with a bare PATH; the program's own interpreter is only on the caller's."""
+    def version(name):
+        bins = lab.directory(name)
+        with open(os.path.join(bins, "fakenode"), "w") as file:
+            file.write("#!/bin/sh\nFAKENODE=%s exec '%s' -S \"$@\"\n" % (name, sys.executable))
+        with open(os.path.join(bins, "server"), "w") as file:
+            file.write("#!/usr/bin/env fakenode\n" + FAKE + "def call(name, arguments, host_id):\n    say(host_id, "
+                       "os.environ['FAKENODE'] + ' ' + os.environ['PATH'].split(':')[0])\n" + FAKE_END)
+        for program in ("fakenode", "server"):
+            os.chmod(os.path.join(bins, program), 0o755)
+        return bins
+
+    old, new = version("old"), version("new")
+    lab.configure({"mine": {"command": "server", "mcpx": {"scope": "session"}},
+                   "common": {"command": "server", "mcpx": {"scope": "global"}},
+                   "absent": {"command": "no-such-server"}}, coldWait="5s")
+    bare = subprocess.Popen([sys.executable, MCPX, "daemon"], env=dict(lab.env, PATH="/usr/bin:/bin"), cwd="/",
+                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    lab.wait_for("the daemon", lambda: lab.run("status").returncode == 0)
+    hosts = {bins: lab.host("mine", "common", env={"PATH": bins + ":/usr/bin:/bin"}) for bins in (old, new)}
+    for bins, host in hosts.items():
+        assert host.call("mine_echo") == "%s %s" % (os.path.basename(bins), bins)
+    told = [hosts[old].call("common_echo"), hosts[new].call("common_echo")]
+    if told[0] == told[1]:
+        # One for both: then it is said which program runs.
+        why = lab.command("why", "common", env={"PATH": new + ":/usr/bin:/bin"})
+        assert os.path.join(old, "server") in why, why
+    error = complaint(lab.start("absent", env={"PATH": old + ":/usr/bin"}))
+    assert "no-such-server" in error["message"] and old + ":/usr/bin" in error["message"], error
+    lab.command("stop")
+    bare.wait(PATIENCE_S)
+
+
+def test_a_server_started_again_has_the_environment_of_who_starts_it(lab):
+    body = """
+        def call(name, arguments, host_id):
+            say(host_id, " ".join(os.environ.get(n, "-") for n in ("SSH_AUTH_SOCK", "DISPLAY", "LANG", "API_TOKEN")))
+        """
+    lab.configure({"common": fake(lab, "common", body, scope="global"),
+                   "split": fake(lab, "split", body, scope="global", inheritEnv=["API_TOKEN"])})
+    first = {"SSH_AUTH_SOCK": "/a", "DISPLAY": ":1", "LANG": "C", "API_TOKEN": "one"}
+    second = {"SSH_AUTH_SOCK": "/b", "DISPLAY": ":2", "LANG": "C.UTF-8", "API_TOKEN": "two"}
+    one, two = lab.host("common", "split", env=first), lab.host("common", "split", env=second)
+    assert one.call("common_echo") == two.call("common_echo") == "/a :1 C -"
+    assert (one.call("split_echo"), two.call("split_echo")) == ("/a :1 C one", "/b :2 C.UTF-8 two")
+    one.close()
+    lab.command("stop", "common")
+    assert two.call("common_echo") == "/b :2 C.UTF-8 -", "an old login's environment is used for a new process"
+
+
+@pytest.mark.parametrize("key, name, expected", [
+    ("mcpServers", "claude", [["x1", "d"], "x1"]), ("servers", "cursor", [["x1", "cost $5 ${"], "x1"]),
+    ("mcp", "opencode", [["x1"], "x1"])])
+def test_a_configuration_copied_from_another_host_is_understood(lab, key, name, expected):
+    """Keys, arrays and ways to name a variable are that host's; one that is not set breaks its entry alone."""
+    path = script(lab, "plain", """
+        def call(name, arguments, host_id):
+            say(host_id, json.dumps([sys.argv[1:], os.environ.get("K")]))
+        """)
+    start = [sys.executable, "-I", "-S", path]
+    entries = {
+        "claude": {"command": start[0], "args": start[1:] + ["${X}", "${NO:-d}"], "env": {"K": "${X}"}},
+        "cursor": {"command": start[0], "args": start[1:] + ["${env:X}", "cost $5 ${"], "env": {"K": "${env:X}"}},
+        "opencode": {"type": "local", "command": start + ["{env:X}"], "environment": {"K": "{env:X}"}, "enabled": True},
+        "unset": {"command": start[0], "args": start[1:] + ["${NEVER_SET}"]}}
+    lab.write_config("\ufeff// copied\n" + json.dumps({key: {n: entries[n] for n in (name, "unset")}})[:-1] + ",}")
+    assert json.loads(lab.host(name, env={"X": "x1"}).call("echo")) == expected
+    error = complaint(lab.start("unset", env={"X": "x1"}))
+    assert "NEVER_SET" in error["message"] and "x1" not in error["message"]
+
+
+# -- resources
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads memory and descriptors from /proc")
+def test_hundreds_of_clients_that_leave_rudely_cost_neither_memory_nor_descriptors(lab):
+    """Sessions over HTTP, ended in every way; what a client leaves behind would add up here."""
+    web = Web(lab, plain=fake(lab, "plain", scope="global"))
+    daemon = lab.daemon_pid()
+
+    def size():
+        with open("/proc/%d/statm" % daemon) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/%d/fd" % daemon))
+
+    rng, sizes, connection = random.Random(3), [], http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    base = {"Content-Type": "application/json", "Accept": BOTH_TYPES, "MCP-Protocol-Version": "2025-06-18"}
+    call = json.dumps(legacy(1, "tools/call", name="echo", arguments={"text": "x" * 20_000}))
+    for n in range(600):
+        connection.request("POST", "/mcp/plain", PING, base)
+        answer = connection.getresponse()
+        answer.read()
+        headers = dict(base, **{"Mcp-Session-Id": answer.headers["Mcp-Session-Id"]})
+        connection.request("POST", "/mcp/plain", call, headers)
+        if rng.random() < 0.3:
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()                       # in mid-call
+        else:
+            connection.getresponse().read()
+        connection.request("DELETE", "/mcp/plain", headers=headers)
+        connection.getresponse().read()
+        if n % 100 == 99:
+            sizes.append(size())
+    connection.close()
+    lab.wait_for("empty tables", lambda: at_rest(lab) and not any(
+        lab.status()["tables"][name] for name in ("sessions", "connections", "hosts", "requests")))
+    # The last 400 have sent and received 16 MB.
+    assert sizes[-1][0] - sizes[1][0] < 8 << 20, sizes
+    assert size()[1] <= sizes[0][1], sizes
+
+
+def test_ten_hosts_and_three_servers_are_three_processes_and_nothing_runs_before_its_first_call(lab):
+    names = ("a", "b", "c")
+    lab.configure({name: fake(lab, name, scope="global") for name in names})
+    lab.host(*names).tools()                         # the lists are known from now on
+    lab.command("stop")
+    known = {name: len(starts(lab, name)) for name in names}
+    hosts = [lab.host(*names) for _ in range(10)]
+    for host in hosts:
+        assert len(host.tools()) == 6
+    assert {name: len(starts(lab, name)) for name in names} == known
+    for host in hosts:
+        for name in names:
+            host.call(name + "_pid")
+    assert len(lab.pids(None)) == 3
+    assert {name: len(starts(lab, name)) for name in names} == {name: count + 1 for name, count in known.items()}
+
+
+# -- names
+
+def test_long_and_odd_tool_names_stay_as_they_are_alone_and_fit_where_servers_are_merged(lab):
+    names = ["t" * 60, "with.dots", "with-dash_and_line", "\u6f22\u5b57", "echo"]
+    body = """
+        def tools():
+            return %r
+        def call(name, arguments, host_id):
+            say(host_id, sys.argv[1] + " " + name)
+        """ % (names,)
+    lab.configure({name: fake(lab, name, body, name) for name in ("left", "a-rather-long-name-of-a-server")})
+    alone = lab.host("left")
+    assert alone.tools() == names
+    assert [alone.call(name) for name in names] == ["left " + name for name in names]
+    merged = lab.host("left", "a-rather-long-name-of-a-server")
+    shown = merged.tools()
+    assert len(set(shown)) == 10 and all(len(name) <= 64 for name in shown), shown
+    assert {merged.call(name) for name in shown} == {
+        "%s %s" % (server, name) for server in ("left", "a-rather-long-name-of-a-server") for name in names}
+    lab.command("stop")
+    assert lab.host("left", "a-rather-long-name-of-a-server").tools() == shown == merged.tools()
+
+
+# -- the kernel's and the service manager's side
+
+PID_STORY = """
+import json, os, subprocess, sys, time
+mcpx, work, marker = sys.argv[1:]
+
+def host(pid=None):
+    while True:
+        if pid:
+            with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+                file.write(str(pid - 1))
+        command = [sys.executable, mcpx, "serve", "plain"]
+        shim = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=work)
+        if pid in (None, shim.pid):
+            return shim
+        shim.kill()
+        shim.wait()
+
+def ask(shim, method, params):
+    shim.stdin.write(json.dumps({"jsonrpc": "2.0", "id": method, "method": method, "params": params}).encode() + b"\\n")
+    shim.stdin.flush()
+    for line in shim.stdout:
+        message = json.loads(line)
+        if message.get("id") == method:
+            return message["result"]
+
+def child(shim):
+    client = {"name": "p", "version": "1"}
+    ask(shim, "initialize", {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client})
+    shim.stdin.write(b'{"jsonrpc":"2.0","method":"notifications/initialized"}\\n')
+    return ask(shim, "tools/call", {"name": "pid", "arguments": {}})["content"][0]["text"]
+
+first = host()
+children = [child(first)]
+first.kill()
+first.wait()
+second = host(first.pid)
+children.append(child(second))
+print(json.dumps([first.pid, second.pid] + children))
+second.stdin.close()
+second.wait()
+subprocess.run([sys.executable, mcpx, "stop"], stdout=subprocess.DEVNULL)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("unshare"), reason="a number is only given out again in a pid namespace")
+def test_a_host_with_the_number_of_one_that_is_gone_does_not_inherit_its_server(lab):
+    """The old host's server takes its time to end, so it is still there when the number is given out again."""
+    lab.configure({"plain": fake(lab, "plain", "def end():\n    time.sleep(1)\n", scope="pid")})
+    namespace = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run(namespace + ["true"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("this machine does not allow a pid namespace")
+    done = subprocess.run(namespace + [sys.executable, "-c", PID_STORY, MCPX, lab.work, lab.root], env=lab.env,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    first, second, old, new = json.loads(done.stdout)
+    assert first == second and old != new
+    assert len(starts(lab, "plain")) == 2
+
+
+def test_the_service_unit_leaves_the_end_of_the_servers_to_the_daemon():
+    """systemd's default signals every process of the unit at once: no server could write its last words."""
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        text = file.read()
+    lines = text.partition("[Unit]")[2].partition("```")[0].splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert unit["KillMode"] == "mixed" and unit["Type"] == "notify"
+
+    def seconds(name):
+        return mcpx.parse_setting(mcpx.SETTINGS[name], mcpx.SETTINGS[name].default)
+    assert float(unit["TimeoutStopSec"]) > sum(map(seconds, ("drainTimeout", "stop.eofGrace", "stop.termGrace")))
+    assert os.path.isabs(unit["ExecStart"].replace("%h", "/home/you").split()[0])

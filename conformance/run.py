@@ -23,6 +23,7 @@ import check_eras
 import check_frames
 import check_inspector
 import check_opencode
+import check_patience
 import check_sharing
 import check_storm
 import check_upstreams
@@ -84,6 +85,7 @@ def all_checks():
         Check("opencode two processes", ["opencode"], check_opencode.check_two_processes),
         Check("opencode killed", ["opencode"], check_opencode.check_killed),
     ]
+    checks.append(Check("patience", [], check_patience.check_patience))
     return checks + storm_checks()
 
 
