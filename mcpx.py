@@ -9235,8 +9235,8 @@ def parse_any_head(head):
 class HttpConnection:
     """One connection: requests in order, one at a time; bounded in head, body and time."""
 
-    def __init__(self, front, stream, local):
-        self.front, self.stream, self.local = front, stream, local
+    def __init__(self, front, stream, local, pid):
+        self.front, self.stream, self.local, self.pid = front, stream, local, pid
         stream.on_data, stream.on_close = self._on_data, self._on_close
         self.buffer = bytearray()
         self.exchange = None             # the request that is being answered
@@ -9742,9 +9742,9 @@ class HttpFront:
         self.env = base_environment(core.env)
         self._timer = None
 
-    def adopt(self, stream, first, local):
-        """Take over a stream that speaks HTTP; `local` says that it is the unix socket."""
-        connection = HttpConnection(self, stream, local)
+    def adopt(self, stream, first, local, pid=None):
+        """Take over a stream that speaks HTTP; `local` says that it is the unix socket, `pid` who is at its end."""
+        connection = HttpConnection(self, stream, local, pid)
         if self._timer is None:
             self._timer = self.core.loop.call_later(HTTP_SWEEP_S, self._sweep)
         connection._on_data(first)
@@ -10509,7 +10509,11 @@ class Api:
                               message["error"]["code"])
                 else:
                     exchange.respond_json(200, message["result"])
-            Control(self.core, respond).run(operation, {"args": body})
+            caller = body.pop("caller", None)
+            hello = dict(caller if isinstance(caller, dict) else {}, args=body)
+            if exchange.connection.local:
+                hello["pid"] = exchange.connection.pid
+            Control(self.core, respond).run(operation, hello)
         return route
 
     def health(self, _exchange, _body):
@@ -10567,7 +10571,7 @@ class Api:
         number = exchange.question
         question = self.core.questions.by_id.get(read_number(number))
         if question is None:
-            raise RpcError(INVALID_PARAMS, "there is no open question %s" % printable(number))
+            raise RpcError(INVALID_PARAMS, "there is no open question %s; `mcpx asks` lists them" % printable(number))
         return answer_question(self.core, question, body)
 
     def events_stream(self, exchange, _body):
@@ -10617,6 +10621,11 @@ API_ROUTES = {
     ("POST", "/stop"): (Api.control_route("stop"), "end an instance, a server or the daemon", {"name": "string"}),
     ("POST", "/restart"): (Api.control_route("restart"), "end and start anew", {"name": "string"}),
     ("POST", "/reload"): (Api.control_route("reload"), "read the configuration again", {}),
+    ("POST", "/why"): (Api.control_route("why"), "which instance a caller would reach, and why", {"server": "string",
+                                                                                               "caller": "object"}),
+    ("GET", "/settings"): (Api.control_route("settings"), "every setting, its value and where it was said", {}),
+    ("GET", "/token"): (Api.control_route("token"), "the token of the TCP door; on the socket only", {}),
+    ("POST", "/upgrade"): (Api.control_route("upgrade"), "go on with a file's code; on the socket only", {"file": "string"}),
     ("GET", "/openapi.json"): (Api.openapi, "this description", {}),
 }
 
@@ -10652,7 +10661,7 @@ def answer_question(core, question, body):
 
 
 class ShimLink:
-    """One connection on the socket: a shim's, a command's that speaks MCP, or a control request.
+    """One connection on the socket: a shim's, or a command's that speaks MCP. Others speak HTTP there.
 
     The first line is a hello; what follows are the host's own lines, numbered from 1 by both
     sides. Toward the shim every line has a tag: `a<n> ` an answer to line n, `d<n>` line n
@@ -10680,7 +10689,7 @@ class ShimLink:
             self.stream.feed(data)
         else:
             self.core.links.discard(self)
-            self.core.http.adopt(self.stream, data, local=True)
+            self.core.http.adopt(self.stream, data, True, self.pid)
 
     def _on_lines(self, lines):
         self.core.check_config()
@@ -11070,7 +11079,7 @@ class Daemon:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         fd = connection.detach()
         stream = Stream(self.loop, fd, fd, READ_BYTES, None, None)
-        self.http.adopt(stream, b"", local=False)
+        self.http.adopt(stream, b"", False)
         self._cancel_idle_exit()
 
     def _accept(self):
@@ -11115,13 +11124,6 @@ class Daemon:
                 link.stream.pause(True)
             else:
                 self._refuse_newer(link, hello.get("version"))
-            return
-        if hello.get("role") == "control":
-            def respond(message):
-                link.stream.write(encode_json(message) + b"\n")
-                link.stream.close_when_flushed("answered")
-            hello["pid"] = link.pid
-            Control(self, respond).run(hello.get("op"), hello)
             return
         self._welcome(link, hello)
 
@@ -12303,18 +12305,6 @@ class Control:
         if not isinstance(path, str) or not os.path.isabs(path):
             raise RpcError(INVALID_PARAMS, "file takes an absolute path")
         self.core.begin_upgrade(path, self.reply)
-
-    def op_asks(self, _args, _hello):
-        """The open questions."""
-        return {"questions": [describe_question(q) for q in self.core.questions.by_id.values()]}
-
-    def op_answer(self, args, _hello):
-        """Answer an open question."""
-        number = str(args.get("id", ""))
-        question = self.core.questions.by_id.get(read_number(number))
-        if question is None:
-            raise RpcError(INVALID_PARAMS, "there is no open question %s; `mcpx asks` lists them" % printable(number))
-        return answer_question(self.core, question, args)
 
     def op_token(self, _args, hello):
         """The token of the TCP door, for a command of the same user."""
@@ -13596,14 +13586,34 @@ class LinkClient:
         raise Failed("the daemon did not open its socket; see `mcpx logs`")
 
     def control(self, operation, args=None, wait=COMMAND_WAIT_S):
-        """Ask the daemon for one operation; returns its result. Raises Failed."""
-        hello = dict(caller_facts(self.env), mcpx=LINK_VERSION, role="control", version=__version__,
-                     op=operation, args=args or {})
-        self._send(hello)
-        message = json.loads(self._read_line(wait))
+        """Ask the daemon's control API for one operation; returns its result. Raises Failed."""
+        body = dict(args or {})
+        if operation == "why":
+            body["caller"] = caller_facts(self.env)
+        data = encode_json(body) if body else b""
+        method = "GET" if ("GET", "/" + operation) in API_ROUTES else "POST"
+        head = "%s /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (
+            method, operation, len(data))
+        self._send(head.encode() + data)
+        self.socket.settimeout(wait)
+        pieces = []
+        try:
+            while True:
+                piece = self.socket.recv(1 << 20)
+                if not piece:
+                    break
+                pieces.append(piece)
+        except socket.timeout:
+            raise Failed("the daemon has not answered for %gs; see `mcpx logs`" % wait)
+        except OSError as error:
+            raise Failed("the daemon has gone: %s" % error)
+        _, found, answer = b"".join(pieces).partition(b"\r\n\r\n")
+        if not found:
+            raise Failed("the daemon has hung up; see `mcpx logs`")
+        message = json.loads(answer)
         if "error" in message:
             raise Failed(message["error"]["message"])
-        return message["result"]
+        return message
 
     def open_host(self, names, session=None, parent=None):
         """Become a host of the named servers: greet, initialize."""
@@ -13612,20 +13622,20 @@ class LinkClient:
             hello["session"] = checked_name(session, "--session")
         if parent:
             hello["parent"] = checked_name(parent, "--parent-session")
-        self._send(hello)
+        self._send(encode_json(hello) + b"\n")
         line = self._read_line(COMMAND_WAIT_S)
         if line.startswith(b"c fail "):
             raise UsageError(line[7:].decode("utf-8", "replace").strip())
         params = {"protocolVersion": LATEST_LEGACY, "capabilities": {},
                   "clientInfo": {"name": "mcpx-command", "version": __version__}}
         result = self.request("initialize", params, COMMAND_WAIT_S)
-        self._send(notification("notifications/initialized"))
+        self._send(encode_json(notification("notifications/initialized")) + b"\n")
         return result
 
     def request(self, method, params=None, wait=None):
         """Send a request and return its result. Raises Failed with the server's message."""
         message = {"jsonrpc": "2.0", "id": 1, "method": method}
-        self._send(dict(message, params=params) if params is not None else message)
+        self._send(encode_json(dict(message, params=params) if params is not None else message) + b"\n")
         while True:
             line = self._read_line(wait)
             if line[:1] == b"a":
@@ -13634,10 +13644,10 @@ class LinkClient:
                     raise Failed("%s (code %s)" % (answer["error"].get("message"), answer["error"].get("code")))
                 return answer["result"]
 
-    def _send(self, message):
+    def _send(self, data):
         self.socket.settimeout(COMMAND_WAIT_S)
         try:
-            self.socket.sendall(encode_json(message) + b"\n")
+            self.socket.sendall(data)
         except OSError as error:
             raise Failed("the daemon has gone: %s" % error)
 
@@ -14097,8 +14107,9 @@ def cmd_answer(options):
         if not equals:
             raise UsageError("%s: write the content as key=value" % pair)
         content[name] = typed_argument(value, None)
-    args = {"id": options.id, "action": options.action, "content": content}
-    data = running_daemon(options).control("answer", args)
+    from urllib.parse import quote
+    args = {"action": options.action, "content": content}
+    data = running_daemon(options).control("asks/" + quote(options.id, safe=""), args)
     return Output(data, "answered question %s" % data["answered"])
 
 

@@ -4916,8 +4916,10 @@ def control(lab, operation, **arguments):
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PATIENCE_S)
         connection.connect(lab.status()["daemon"]["socket"])
-        connection.sendall(json.dumps({"mcpx": 1, "role": "control", "op": operation, "args": arguments}).encode() + b"\n")
-        return json.loads(connection.makefile("rb").readline())
+        body = json.dumps(arguments).encode()
+        connection.sendall(b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (
+            operation.encode(), len(body)) + body)
+        return json.loads(connection.makefile("rb").read().partition(b"\r\n\r\n")[2])
 
 
 def test_code_that_others_could_write_is_not_run(lab):

@@ -84,21 +84,19 @@ class Watch:
         path = self.socket_path()
         if path is None:
             return None
-        hello = {"mcpx": 1, "role": "control", "op": operation, "args": arguments}
+        body = json.dumps(arguments).encode() if arguments else b""
+        head = "%s /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (
+            "POST" if arguments else "GET", operation, len(body))
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(seconds)
             try:
                 link.connect(path)
-                link.sendall(json.dumps(hello).encode() + b"\n")
-                data = b""
-                while not data.endswith(b"\n"):
-                    piece = link.recv(1 << 20)
-                    if not piece:
-                        return None
-                    data += piece
+                link.sendall(head.encode() + body)
+                data = b"".join(iter(lambda: link.recv(1 << 20), b""))
             except OSError:
                 return None
-        return json.loads(data).get("result")
+        answer = data.partition(b"\r\n\r\n")[2]
+        return json.loads(answer) if answer else None
 
     def status(self, seconds=STATUS_LIMIT_S):
         """What `mcpx status --json` shows, or None when no daemon answers."""
