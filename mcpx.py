@@ -10201,11 +10201,12 @@ class SnapshotWriter:
         raise SnapshotError("a %s cannot be taken along: %s" % (kind.__name__, repr(value)[:200]))
 
     def _function(self, function):
-        if "<locals>" not in function.__qualname__:
-            return ("function", (function.__qualname__,), [], None, None)
+        # Not by its __qualname__: before 3.11 one that a snapshot has made has lost it.
         place = self._places.get(function.__code__)
         if place is None:
             raise SnapshotError("the function %s is not of this file" % function.__qualname__)
+        if len(place) == 1:
+            return ("function", place, [], None, None)
         cells = [part for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
                  for part in (name, self._value(cell))]
         return ("function", place, cells, self._value(function.__defaults__), self._value(function.__kwdefaults__))

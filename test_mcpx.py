@@ -4625,7 +4625,7 @@ def test_daemons_killed_one_after_another_lose_no_answer(lab):
 
 def kill_daemon(lab):
     """End the daemon as the system does when it is out of memory."""
-    daemon = lab.daemon_pid()
+    daemon = lab.wait_for("a daemon", lambda: lab.run("status").returncode == 0 and lab.daemon_pid())
     os.kill(daemon, signal.SIGKILL)
     lab.wait_gone(daemon)
     return daemon
@@ -4735,6 +4735,7 @@ def test_a_request_that_no_daemon_has_handed_on_is_new_to_the_next_one(lab):
     for n in range(4):
         for k in range(3):
             assert len(lab.seen("plain", "begin", tag="t%d-%d" % (n, k))) <= 1
+    assert host.call("echo", text="x") == "x"
     assert len(lab.seen("plain", "start")) == 1
 
 
