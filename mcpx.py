@@ -125,8 +125,8 @@ class _Later:
         return getattr(module, attribute)
 
 
-argparse, bisect, collections, errno, fcntl, fnmatch, glob, hashlib, heapq, hmac, json = map(
-    _Later, "argparse bisect collections errno fcntl fnmatch glob hashlib heapq hmac json".split())
+argparse, collections, fcntl, fnmatch, glob, hashlib, heapq, hmac, json = map(
+    _Later, "argparse collections fcntl fnmatch glob hashlib heapq hmac json".split())
 re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
     _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
 marshal, mmap, tempfile, threading, traceback, types = map(
@@ -5319,6 +5319,8 @@ class Pool:
         if instance.state == "starting":
             self.start_failed(instance, StartFailed("it %s before it was ready" % what))
         elif instance.child.status is None and instance.state in ("warm", "idle", "busy"):
+            self.deaths[instance.definition.server.name] += 1
+            self.last_errors[instance.definition.server.name] = what
             self._settle_lost(instance, what)
             self.stop(instance, "it " + what)
 
@@ -5499,7 +5501,11 @@ class Pool:
 
     def _look(self):
         self._looks, self._looked_at = False, time.monotonic()
-        table = ProcessTable()
+        try:
+            table = ProcessTable()
+        except OSError as error:
+            self.log.warning("the processes cannot be listed: %s", error.strerror)
+            return
         for instance in self.instances.values():
             if instance.child.status is None:
                 instance.child.look(table)
@@ -6846,7 +6852,8 @@ class Host:
 
     def own_identity(self):
         """Return who its lists are for: the connection, with a fresh id of a call."""
-        return self.identity.with_meta({}, (), self.core.new_id())
+        keys = self.core.config.get("transport.sessionMetaKeys")
+        return self.identity.with_meta(self.link.named_by(None, None), keys, self.core.new_id())
 
     def with_identity(self, call, scope, on_identity):
         """Find out who a request is from, then `on_identity()`; `call.identity` is set then."""
@@ -7092,7 +7099,7 @@ class LegacyHost(Host):
         super().__init__(core, link, names, identity, env, definitions)
         self.init_params = None
         self.initialized = False
-        self.used = {}                   # (server, key) -> session: for the shim to remember
+        self.used = {}                   # (server, key) -> (session, instance id): for the shim to remember
         self.modern = {}                 # host id -> ModernRequest on the same pipe
         self._roots_waiters = []
         self._routes = {}                # tool -> see _take_route
@@ -7374,10 +7381,13 @@ class LegacyHost(Host):
     def _note_use(self, call):
         """Have the shim remember which state this host relies on, across a dead daemon."""
         name = (call.slot.server.name, call.slot.key.text)
-        if name not in self.used and not name[1].startswith("call:"):
-            if len(self.used) < 1000:
-                self.used[name] = call.identity.session
-                self.keep_state()
+        used = self.used.get(name)
+        instance = call.slot.instance
+        if instance is None or (used is not None and used[1] == instance.id) or name[1].startswith("call:"):
+            return
+        if used is not None or len(self.used) < 1000:
+            self.used[name] = (call.identity.session, instance.id)
+            self.keep_state()
 
     def _note_elicitations(self, call, error):
         if error.get("code") == -32042 and isinstance(error.get("data"), dict):
@@ -7401,7 +7411,7 @@ class LegacyHost(Host):
             self.link.keep_state({
                 "initialize": self.init_params, "revision": self.revision, "initialized": self.initialized,
                 "level": self.level, "subscriptions": list(self.subscriptions), "questions": list(self.questions),
-                "used": [[server, key, session] for (server, key), session in self.used.items()]})
+                "used": [[server, key, session, instance] for (server, key), (session, instance) in self.used.items()]})
 
     def take_state(self, state):
         """Take over what an earlier daemon had the shim keep."""
@@ -7412,9 +7422,9 @@ class LegacyHost(Host):
             self.level = state.get("level")
             for question_id in state.get("questions") or ():
                 self.tell("notifications/cancelled", {"requestId": question_id, "reason": "mcpx was interrupted"})
-            for server, key, session in state.get("used") or ():
-                self.used[(server, key)] = session
-                self.core.note_use(self, server, key, session)
+            for server, key, session, instance in state.get("used") or ():
+                self.used[(server, key)] = (session, instance)
+                self.core.note_use(self, server, key, session, instance)
             self.core.attach(self)
             for uri in state.get("subscriptions") or ():
                 call = Call("resources/subscribe", {"uri": uri}, lambda *_: None, self)
@@ -9620,8 +9630,9 @@ class HttpSession:
     stream. A dropped connection is no cancel: the work goes on.
     """
 
-    def __init__(self, front, session_id, credential, names):
+    def __init__(self, front, session_id, credential, names, headers=None):
         self.front, self.id, self.names = front, session_id, names
+        self.headers = headers or {}     # of its initialize: they name who its lists are for
         self.credential = credential     # digest of the header that made it: it is nobody else's
         self.core = front.core
         identity = Identity("http session", CONNECTION_PREFIX + session_id)
@@ -9700,7 +9711,7 @@ class HttpSession:
     def named_by(self, seq, meta):
         """Return what names the caller of a request."""
         seq = seq.seq if isinstance(seq, Batch) else seq
-        headers = seq.headers if isinstance(seq, HttpExchange) else {}
+        headers = seq.headers if isinstance(seq, HttpExchange) else self.headers
         return with_named_headers(meta, headers, self.core.config.get("transport.sessionMetaKeys"))
 
     def control(self, _text):
@@ -9918,7 +9929,7 @@ class HttpFront:
     def _new_session(self, exchange, names):
         if len(self.sessions) >= self.core.config.get("limits.hosts"):
             raise HttpError(503, "too many sessions (limits.hosts)")
-        session = HttpSession(self, secrets.token_urlsafe(24), self._credential(exchange), names)
+        session = HttpSession(self, secrets.token_urlsafe(24), self._credential(exchange), names, exchange.headers)
         self._add(session)
         exchange.extra_headers.append(("Mcp-Session-Id", session.id))
         return session
@@ -10951,8 +10962,8 @@ class Daemon:
         adopted = ()
         if not self.standalone:
             make_private_directory(os.path.dirname(self.paths.socket))
-            self.pool.journal = Journal(self.paths.socket + ".journal", self.pool.directories["boot"], self.log)
-            self.pool.holder = Holder(self.loop, self.log, self.paths.socket + ".hold", self.config.get("crashKeep"))
+            self.pool.journal = Journal(self.paths.socket[:-len(".sock")] + ".journal", self.pool.directories["boot"], self.log)
+            self.pool.holder = Holder(self.loop, self.log, self.paths.socket[:-len(".sock")] + ".hold", self.config.get("crashKeep"))
             adopted = self.pool.adopt_all()
             self._listen()
             self._write_record()
@@ -11401,13 +11412,12 @@ class Daemon:
         self.degraded[name] += 1
         self.pool.counters["degraded"] += 1
 
-    def note_use(self, host, server, key, session):
+    def note_use(self, host, server, key, session, instance_id):
         """A host relied on state that an earlier daemon had: it is there, or its loss is told."""
-        slots = [slot for slot in self.pool.by_server.get(server, ()) if slot.key.text == key and slot.instance]
-        for slot in slots:
-            slot.hosts.add(host)
-            host.slots.add(slot)
-        if slots:
+        instance = self.pool.instances.get(instance_id)
+        if instance is not None and instance.slot is not None and instance.slot.instance is instance:
+            instance.slot.hosts.add(host)
+            host.slots.add(instance.slot)
             return
         reason, sessions = self.pool.lost_state.get((server, key), ("mcpx was restarted", set()))
         sessions.add(session)
@@ -11647,12 +11657,21 @@ class Daemon:
         again = instance.rechecks.pop(method, False)
         # Before its first call a server is still setting itself up, the same way every time.
         if instance.slot.scope in PRIVATE_SCOPES and instance.calls and self.schemas.of_instance(instance).known:
+            shared = self.schemas.of_instance(instance)
             own = self.schemas.detach(instance)
-            for host in [host for host in instance.slot.hosts if isinstance(host, Host)]:
+            for host in {host for host in instance.slot.hosts if isinstance(host, Host)} | {
+                    host for host in shared.watchers if self._is_for(host, instance.slot)}:
                 self.use_schema(host, instance.slot.server.name, own)
         self.schemas.check(instance, CHANGED_KINDS[method], announce=True)
         if again:
             self._on_list_changed(instance, method)
+
+    def _is_for(self, host, slot):
+        """Is this slot the one that a host's requests reach, though none has yet?"""
+        try:
+            return scope_key(slot.scope, host.own_identity()).text == slot.key.text
+        except RpcError:
+            return False                 # it calls itself what nobody may
 
     def _on_updated(self, instance, params):
         uri, subscriptions = params.get("uri"), instance.slot.subscriptions
@@ -12181,7 +12200,7 @@ class Control:
         upstreams = [i.upstream for i in pool.instances.values() if i.upstream is not None]
         return {"calls": sum(len(host.calls) for host in core.hosts | core.requests),
                 "requests": len(core.requests), "held": len(core.held.by_id), "sessions": len(core.http.sessions),
-                "connections": len(core.http.connections),
+                "connections": sum(not connection.local for connection in core.http.connections),
                 "waiting": sum(slot.waiting() for slot in pool.slots.values()),
                 "leases": sum(i.leases for i in pool.instances.values()),
                 "questions": len(core.questions.by_id),
@@ -12366,9 +12385,23 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
             raise error if isinstance(error, UsageError) else UsageError(str(error))
         return 2
     ready("ok\n")
+    daemon.loop.call_later(IMPORT_LATER_S, import_all)
     sd_notify(env, "READY=1")
     daemon._maybe_idle_exit()
     return turn_until_stopped(daemon)
+
+
+# A daemon imports what it has not needed yet when its first callers are served.
+IMPORT_LATER_S = 1.0
+
+
+def import_all():
+    """Import every module that may be needed later: out of descriptors, nothing can be imported any more."""
+    for value in list(globals().values()):
+        if isinstance(value, _Later):
+            getattr(value, "__name__")
+    for name in ("base64", "http.server", "urllib.parse", "encodings.idna", "traceback"):
+        __import__(name)
 
 
 def turn_until_stopped(daemon):
@@ -12445,6 +12478,8 @@ HELLO_WAIT_S = 5.0
 START_WAIT_S = 15.0
 # Requests wait this long for a daemon to come back before they get an error.
 PATIENCE_S = 5.0
+# A link that lasted shorter is taken up again with a pause.
+UP_FOR_GOOD_S = 0.5
 # What accepts and hangs up so often without a welcome is no daemon that is starting or ending.
 MAX_HANG_UPS = 40
 # Stop reading from a side when this much waits for the other.
@@ -12558,6 +12593,7 @@ class Shim:
         self.ready_text = b""
         self.deadline = None
         self.token = os.urandom(8).hex()     # by which a daemon knows what it is told of this shim's calls
+        self.up_since = 0.0
         self.hang_ups = 0                # links since the last welcome that ended without one
         self.problem = "no daemon answers"
         self.keep_limit, self.line_limit = SHIM_KEEP_BYTES, SHIM_LINE_BYTES
@@ -12810,7 +12846,10 @@ class Shim:
             end = data.find(b"\n", start) + 1
             if not end:
                 break
-            self._on_daemon_line(data[start:end] if start or end < len(data) else data)
+            try:
+                self._on_daemon_line(data[start:end] if start or end < len(data) else data)
+            except (ValueError, IndexError):
+                self._not_mcpx()
             start = end
             if self.socket is None:
                 return
@@ -12834,9 +12873,12 @@ class Shim:
         elif tag == b"c":
             self._on_control(line[2:].decode("utf-8", "replace").rstrip("\n"))
         else:
-            self.problem = "what listens on the daemon's socket is not mcpx"
-            self.hang_ups = MAX_HANG_UPS
-            self._lost_daemon()
+            self._not_mcpx()
+
+    def _not_mcpx(self):
+        self.problem = "what listens on the daemon's socket is not mcpx"
+        self.hang_ups = MAX_HANG_UPS
+        self._lost_daemon()
 
     def _forget(self, number):
         entry = self.kept.pop(number + self.first_seq - 1, None)
@@ -12854,7 +12896,7 @@ class Shim:
             self.keep_limit, self.line_limit = int(parts[1]), int(parts[4])
             self.drain_s, self.close_s = float(parts[2]), float(parts[3])
             self.state, self.was_up, self.deadline, self.hang_ups = "up", True, None, 0
-            self.retry_delay = 0.02
+            self.up_since = time.monotonic()
             self._release_starter()
             self._send()
         elif word == "bye":
@@ -12867,7 +12909,8 @@ class Shim:
     def _lost_daemon(self):
         """The link has ended, read to its end: what is unanswered goes to the next daemon."""
         asked_to_leave, failed = self.state == "leaving", self.state == "failed"
-        self.socket.close()
+        if self.socket is not None:
+            self.socket.close()
         self.socket, self.deadline = None, None
         self.incoming = []
         self.hello = b""
@@ -12880,6 +12923,10 @@ class Shim:
         if self.state == "hello":
             # Whatever it is, it has not said welcome: slower each time.
             self.hang_ups += 1
+            if self.hang_ups > 5:
+                self.session_state = None    # perhaps it is that which it cannot read
+        elif now - self.up_since < UP_FOR_GOOD_S:
+            self.down_since = now            # it was there for a moment only: slower each time as well
         else:
             self.down_since, self.retry_at, self.retry_delay = now, now, 0.02
         self.state = "down"

@@ -4683,6 +4683,40 @@ def test_an_adopted_server_that_dies_is_noticed_and_replaced(lab):
     lab.wait_gone(pid)
 
 
+@pytest.mark.parametrize("nonsense", [b"ax {}", b"a", b"dx", b"c welcome", b"c welcome x y z", b"s {bad", b"HTTP/1.1 400 Bad Request",
+                                      b"\xff\xfe"])
+def test_a_shim_outlives_nonsense_from_what_listens_on_its_socket(lab, nonsense):
+    lab.configure({"demo": demo(scope="global")})
+    path = mcpx.socket_path(lab.config, lab.env)
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    impostor = socket.socket(socket.AF_UNIX)
+    impostor.bind(path)
+    impostor.listen()
+    host = lab.start("demo")
+    hello = host.hello()
+    link, _ = impostor.accept()
+    link.recv(1 << 20)
+    link.sendall(b"c welcome 0.1.0 67108864 0.5 0.5 134217728\n" + nonsense + b"\n")
+    link.close()
+    impostor.close()
+    os.unlink(path)
+    assert host.result(hello)["serverInfo"]
+    host.notify("notifications/initialized")
+    assert host.call("echo", text="there") == "there"
+
+
+def test_every_host_of_a_shared_instance_hears_that_it_was_lost_with_the_daemon(lab):
+    lab.configure({"demo": demo(scope="cwd")}, crashKeep=0)
+    one, two = lab.host("demo"), lab.host("demo")
+    for host in (one, two):
+        host.call("set", name="a", value="b")
+    kill_daemon(lab)
+    for host in (one, two):
+        result = host.result(host.begin("echo", text="x"))
+        assert "dev.mcpx/restarted" in result.get("_meta", {}), result
+        assert "dev.mcpx/restarted" not in host.result(host.begin("echo", text="x")).get("_meta", {})
+
+
 def test_losing_the_holder_costs_nothing(lab):
     lab.configure({"demo": demo(scope="session")})
     host = lab.host("demo")

@@ -350,7 +350,7 @@ class Exchange:
         if self.headers.get("transfer-encoding") != "chunked":
             size = int(self.headers.get("content-length", -1))
             body = await (self.reader.readexactly(size) if size >= 0 else self.reader.read())
-            for line in body.decode().splitlines() + [""]:
+            for line in body.decode().split("\n") + [""]:
                 yield line
             return
         rest = b""
