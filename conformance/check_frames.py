@@ -152,8 +152,12 @@ class ModernLink(Link):
         await wait_for(self, is_acknowledgement, 15, "the acknowledgement of a subscription")
         return {}
 
+    def give_up(self, request_id):
+        """End a request, in the way that the transport has for it."""
+        self.notify("notifications/cancelled", {"requestId": request_id})
+
     async def stop_listening(self):
-        self.notify("notifications/cancelled", {"requestId": self.listen_id})
+        self.give_up(self.listen_id)
         return {}
 
     # What older hosts have requests for.
@@ -208,10 +212,8 @@ class HttpLink(ModernLink):
             if "method" in message and "id" not in message and reply.status != 202:
                 self.faults.append("a notification got status %d" % reply.status)
 
-    async def stop_listening(self):
-        """Nothing can be said against a request there; closing its stream is what ends it."""
-        self.streams[json.dumps(self.listen_id)].cancel()
-        return {}
+    def give_up(self, request_id):
+        self.streams[json.dumps(request_id)].cancel()
 
     def check_status(self, answer_, status):
         """2026-07-28 basic/transports/streamable-http: which errors are told by the status as well."""
@@ -417,6 +419,23 @@ async def drive_merged(link, _tasks):
     return {}
 
 
+async def cancel(link, params):
+    """Begin a call, and give it up once it is under way; nobody may hear of it again."""
+    asked = dict(params, _meta={"progressToken": "to be cancelled"})
+    request_id, _future = link.begin("tools/call", asked)
+
+    def is_under_way(message):
+        return (message.get("params") or {}).get("progressToken") == "to be cancelled"
+
+    await wait_for(link, is_under_way, 10, "progress of a call")
+    if link.revision == MODERN:
+        link.give_up(request_id)
+    else:
+        link.notify("notifications/cancelled", {"requestId": request_id})
+    await perform(link, everything.call("cancelled", {}))
+    expect(request_id not in link.answers, "a cancelled call was answered: %s", link.answers.get(request_id))
+
+
 async def drive_eras(link, _tasks):
     """All of the fixture of both eras that a raw host can ask for."""
     await lists_of(link)
@@ -426,6 +445,8 @@ async def drive_eras(link, _tasks):
             continue  # there it is the server that breaks the rules
         if step["do"] == "level":
             await perform(link, {"method": "logging/setLevel", "params": {"level": step["level"]}})
+        elif step["do"] == "cancel":
+            await cancel(link, step["params"])
         elif step["do"] == "request":
             await perform(link, step)
     await perform(link, {"wait": "notifications/resources/updated", "seconds": 8})
@@ -484,7 +505,7 @@ def wrong_code(what, reply, code):
 
 
 async def probe_modern(link):
-    """Requests whose envelope is wrong (PROTOCOL: what is looked at first, is answered first)."""
+    """Requests whose envelope is wrong, or says that the host cannot have what it asks for."""
     found = []
     version, capabilities = RESERVED_PREFIX + "protocolVersion", RESERVED_PREFIX + "clientCapabilities"
     for missing in (version, capabilities):
@@ -614,23 +635,25 @@ class Served:
     """What is driven: the servers behind one endpoint, how, and by hosts of which revisions.
 
     `direct`: the revision at which the server passes by itself, as a control.
+    `quick`: which of the revisions, and whether over HTTP ("http"), CI runs.
     """
 
-    def __init__(self, drive, names, peers, revisions=schemas.REVISIONS, direct=None):
+    def __init__(self, drive, names, peers, revisions=schemas.REVISIONS, direct=None, quick=schemas.REVISIONS):
         self.drive = drive
         self.names = names
         self.peers = peers
         self.revisions = revisions
         self.direct = direct
+        self.quick = quick
 
 
 SERVERS = {
     "everything": Served(drive_everything, ["everything"], ["servers"], direct="2025-11-25"),
     "newest": Served(drive_newest, ["newest"], [], direct="2025-11-25"),
     "merged": Served(drive_merged, ["everything", "newest"], ["servers"]),
-    "eras": Served(drive_eras, ["eras"], ["sdk2"], direct=MODERN),
-    "tasks": Served(drive_tasks, ["tasks"], ["sdk2"], revisions=(MODERN,), direct=MODERN),
-    "tasks of 2025-11-25": Served(drive_tasks, ["old_tasks"], ["sdk2"], revisions=(MODERN,)),
+    "eras": Served(drive_eras, ["eras"], ["sdk2"], direct=MODERN, quick=("2025-06-18", "http")),
+    "tasks": Served(drive_tasks, ["tasks"], ["sdk2"], revisions=(MODERN,), direct=MODERN, quick=("http",)),
+    "tasks of 2025-11-25": Served(drive_tasks, ["old_tasks"], ["sdk2"], revisions=(MODERN,), quick=(MODERN,)),
 }
 
 
