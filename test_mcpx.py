@@ -2370,7 +2370,7 @@ def test_no_secret_is_shown_or_left_readable(lab):
             assert os.stat(folder).st_mode & 0o077 == 0, folder
             for path in (os.path.join(folder, name) for name in files):
                 assert os.lstat(path).st_mode & 0o077 == 0, path
-                if not path.endswith(".sock"):
+                if not path.endswith((".sock", ".hold")):
                     with open(path, "rb") as file:
                         assert secret.encode() not in file.read(), path
 
@@ -4423,7 +4423,7 @@ def test_a_thousand_idle_connections_do_not_keep_a_bystander_out(web):
 def test_a_modern_host_that_hangs_up_has_cancelled_and_a_legacy_one_has_not(web):
     for modern in (True, False):
         before = web.lab.instances("shared")[0]["calls"] if web.lab.instances("shared") else 0
-        params = {"name": "sleep", "arguments": {"seconds": 1.5}}
+        params = {"name": "sleep", "arguments": {"seconds": 3}}
         headers = {"Content-Type": "application/json", "Accept": BOTH_TYPES}
         if modern:
             params["_meta"] = MODERN_META
@@ -6431,7 +6431,7 @@ def test_a_daemon_that_cannot_be_started_for_a_while_gives_quick_errors_and_then
     began = time.monotonic()
     lab.wait_for("an answer", lambda: "result" in host.answer(host.begin("echo", text="x")))
     assert time.monotonic() - began < 5
-    assert int(host.call("pid")) != pid
+    assert int(host.call("pid")) == pid
 
 
 def test_two_versions_that_call_in_turn_do_not_restart_each_other(lab, monkeypatch):
@@ -7079,7 +7079,7 @@ def test_the_service_unit_leaves_the_end_of_the_servers_to_the_daemon():
         text = file.read()
     lines = text.partition("[Unit]")[2].partition("```")[0].splitlines()
     unit = dict(line.split("=", 1) for line in lines if "=" in line)
-    assert unit["KillMode"] == "mixed" and unit["Type"] == "notify"
+    assert unit["KillMode"] == "process" and unit["Type"] == "notify"
 
     def seconds(name):
         return mcpx.parse_setting(mcpx.SETTINGS[name], mcpx.SETTINGS[name].default)
