@@ -293,9 +293,12 @@ class LineBuffer:
 
     def feed(self, data):
         """Return the lines (bytes without line end, or Oversize) that `data` completes."""
-        if b"\n" not in data:
+        end = data.find(b"\n")
+        if end < 0:
             self._keep(data)
             return []
+        if end == len(data) - 1 and not self._size and end <= self.limit:
+            return [data[:end]]
         first, *rest = data.split(b"\n")
         self._keep(first)
         lines = [self._take()]
@@ -966,6 +969,8 @@ def declared_capabilities(capabilities, revision, confined):
     `confined` to one host or directory: servers replace what they allow by the roots of
     whoever came first. Not `tasks.list`: a host's list may show tasks of other servers.
     """
+    if not capabilities:
+        return {}
     declared = {name: value for name, value in spell("ClientCapabilities", capabilities, RANK[revision]).items()
                 if isinstance(value, dict) and (confined or name != "roots")}
     if "tasks" in declared:
@@ -1776,7 +1781,7 @@ class Definition:
 
 
 def _digest(secret, value):
-    return hmac.new(secret, json.dumps(value).encode("utf-8", "surrogateescape"), "sha256").hexdigest()[:24]
+    return hmac.digest(secret, json.dumps(value).encode("utf-8", "surrogateescape"), "sha256").hex()[:24]
 
 
 def secret_values(variables, argv, server, caller_env):
@@ -2315,8 +2320,12 @@ class Loop:
         for key, mask in events:
             callback = key.data
             if callback is not None:
-                self.guard(callback, mask)
-        self._run_due()
+                try:
+                    callback(mask)
+                except Exception:
+                    self._note_mistake(callback)
+        if self._timers and self._timers[0].at <= time.monotonic():
+            self._run_due()
         while self._soon:
             self.guard(self._soon.popleft())
         for hook in self.turn_hooks:
@@ -2383,14 +2392,40 @@ class Loop:
         try:
             callback(*args)
         except Exception:
-            self.log.error("internal error, please report it: %s", traceback.format_exc())
-            owner = getattr(callback, "__self__", None)
-            if isinstance(owner, Stream):
-                owner.close("internal error")
+            self._note_mistake(callback)
+
+    def _note_mistake(self, callback):
+        self.log.error("internal error, please report it: %s", traceback.format_exc())
+        owner = getattr(callback, "__self__", None)
+        if isinstance(owner, Stream):
+            owner.close("internal error")
 
 
 # So many lines of one stream are handed on in a turn; the others' turn comes before the rest.
 LINES_A_TURN = 200
+# So many pieces go out with one system call; POSIX guarantees 16, Linux and macOS take 1,024.
+WRITE_PIECES = 64
+# Large messages cross a pipe of this size in fewer turns than one of 64 KiB. Linux lets a user
+# have 64 MiB of pipes before it gives out tiny ones, so it is asked for when it is needed only.
+PIPE_BYTES = 256 << 10
+
+
+def enlarge_pipe(fd):
+    """Let a pipe hold more, where the system lets us."""
+    if sys.platform.startswith("linux"):
+        f_setpipe_sz, f_getpipe_sz = 1031, 1032      # in the module since Python 3.10
+        try:
+            if fcntl.fcntl(fd, f_getpipe_sz) < PIPE_BYTES:
+                fcntl.fcntl(fd, f_setpipe_sz, PIPE_BYTES)
+        except OSError:
+            return                       # no pipe, or more than this user may have
+
+
+def rest_of(data, start):
+    """Return what comes after `start`: a copy where it is small, else a view."""
+    return data[start:] if len(data) - start < READ_BYTES else memoryview(data)[start:]
+
+
 # A peer that does not take the rest of an answer for this long does not want it.
 CLOSE_WAIT_S = 30.0
 
@@ -2461,19 +2496,16 @@ class Stream:
             return
         try:
             while self._queue:
-                data = self._queue[0] if len(self._queue) == 1 else self._join()
+                pieces = self._pieces()
                 if self.marks is not None:
-                    self.marks.before_write(self.written_total + len(data), len(data))
-                written = os.write(self.write_fd, data)
-                self.queued_bytes -= written
-                self.written_total += written
-                whole = written == len(data)
+                    size = sum(map(len, pieces))
+                    self.marks.before_write(self.written_total + size, size)
+                written = os.write(self.write_fd, pieces[0]) if len(pieces) == 1 else os.writev(self.write_fd, pieces)
+                whole = self._take_written(written)
                 if self.marks is not None:
                     self.marks.after_write(self.written_total, whole)
                 if not whole:
-                    self._queue[0] = data[written:] if written < READ_BYTES else memoryview(data)[written:]
                     break
-                self._queue.popleft()
         except BlockingIOError:
             if self.marks is not None:
                 self.marks.after_write(self.written_total, None)
@@ -2488,6 +2520,24 @@ class Stream:
                 self.end_output()
             elif self._close_reason is not None:
                 self.close(self._close_reason)
+
+    def _pieces(self):
+        """Return the first pieces of the queue, for one write."""
+        queue = self._queue
+        return list(queue) if len(queue) <= WRITE_PIECES else [queue[place] for place in range(WRITE_PIECES)]
+
+    def _take_written(self, count):
+        """Take so many bytes off the queue; returns whether the pieces they are of were written whole."""
+        queue = self._queue
+        self.queued_bytes -= count
+        self.written_total += count
+        while queue and count >= len(queue[0]):
+            count -= len(queue.popleft())
+        if count:
+            queue[0] = rest_of(queue[0], count)
+            if self.write_fd != self.read_fd:
+                enlarge_pipe(self.write_fd)
+        return not count
 
     def end_output_when_flushed(self):
         """Close the writing side once what is queued has been written."""
@@ -2548,7 +2598,7 @@ class Stream:
         self.note_unread()
         if self._queue and self.write_fd is not None:
             try:
-                os.write(self.write_fd, self._join())
+                os.writev(self.write_fd, self._pieces())
             except OSError:
                 self.queued_bytes = 0
         for fd in {self.read_fd, self.write_fd} - {None}:
@@ -2574,16 +2624,6 @@ class Stream:
         if backlog:
             self.on_lines(backlog)
         self._give_rest()
-
-    def _join(self):
-        """Put the queue's small pieces together, up to a bounded size, for one write."""
-        pieces, size = [], 0
-        while self._queue and (size < READ_BYTES or not pieces):
-            pieces.append(self._queue.popleft())
-            size += len(pieces[-1])
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._queue.appendleft(data)
-        return data
 
     def _wait_writable(self, wanted):
         if wanted == self._wants_write:
@@ -2633,7 +2673,12 @@ class Stream:
             self._ended("end of stream")
             return
         # A full buffer promises more: larger reads pay off only then (see READ_BYTES).
-        self._read_size = READ_BYTES * 4 if len(data) == self._read_size else READ_BYTES
+        if len(data) < READ_BYTES:
+            self._read_size = READ_BYTES
+        elif self._read_size == READ_BYTES:
+            self._read_size = READ_BYTES * 4
+            if self.write_fd is not None and self.write_fd != self.read_fd:
+                enlarge_pipe(self.read_fd)
         self.received_at = time.monotonic()
         self.feed(data)
         if self.marks is not None and not self._backlog:
@@ -4481,10 +4526,10 @@ class Pool:
 
     def submit(self, call, slot):
         """Have a call sent on the slot's instance: now, after a start, or after waiting."""
-        limit = self.config.get("limits.waiting", slot.server)
-        if slot.waiting() >= limit:
+        waiting = slot.waiting()
+        if waiting and waiting >= self.config.get("limits.waiting", slot.server):
             call.fail(LimitReached("%d calls already wait for server %s; try later, or raise limits.waiting"
-                                   % (slot.waiting(), slot.server.name)))
+                                   % (waiting, slot.server.name)))
             return
         if slot.key.text.startswith("call:") and slot.instance is None and (
                 slot.leaving is not None or self.slots.get(slot.name) is not slot) and not slot.queue:
@@ -4497,6 +4542,10 @@ class Pool:
         if call.host is not None and not call.host.closed:
             slot.hosts.add(call.host)
             call.host.slots.add(slot)
+        instance = slot.instance
+        if instance is not None and self._is_free(slot, instance) and not overlaps(instance, call):
+            self._lease(slot, instance, call)
+            return
         slot.queue.push(call)
         self.wake(slot)
 
@@ -4629,9 +4678,15 @@ class Pool:
             self._want_start(slot)
         self._rested(slot)
 
+    def _is_free(self, slot, instance):
+        """Is there nothing that a call to this instance must wait for, as far as calls before it go?"""
+        return (instance.state in ("idle", "busy") and not slot.held and not slot.queue and not slot.askers
+                and self.config.get("sharing", slot.server) == "shared")
+
     def _send_waiting(self, slot, instance):
+        if self._is_free(slot, instance):
+            return                       # nobody waits
         exclusive = self.config.get("sharing", slot.server) == "exclusive"
-        queue_limit = self.config.get("limits.childQueueBytes")
         if exclusive and instance.answered and not instance.upstream.in_flight:
             self._check(instance)
         if slot.askers and not slot.held and not (exclusive and instance.upstream.in_flight):
@@ -4642,29 +4697,33 @@ class Pool:
             if overlaps(instance, call):
                 # Two hosts' calls that both ask, or both log, could not be told apart.
                 self._wait_for_turn(slot, instance, call)
-                continue
-            if instance.child.stdout.queued_bytes > queue_limit:
-                call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
-                                       % (slot.server.name, instance.child.stdout.queued_bytes)))
-                continue
-            call.instance = instance
-            instance.leases += 1
-            instance.calls += 1
-            instance.used_at = slot.used_at = time.monotonic()
-            if instance.state == "idle":
-                instance.step("lease")
-                self._arm(instance)
-            if len(instance.callers) < 2 and call.host is not None:
-                instance.callers.add(getattr(call.host, "pipe", None) or call.host)
-            if call.identity is not None and call.identity.session is not None:
-                instance.users.add(call.identity.session)
-            try:
-                instance.upstream.send(call)
-            except RpcError as error:
-                # It cannot be written down (a number that JSON has and Python has not).
-                instance.upstream.in_flight.pop(call.wire_id, None)
-                call.fail(error)
-                self.give_back(instance, call)
+            else:
+                self._lease(slot, instance, call)
+
+    def _lease(self, slot, instance, call):
+        """Send a call on an instance; until it is settled it counts there."""
+        if instance.child.stdout.queued_bytes > self.config.get("limits.childQueueBytes"):
+            call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
+                                   % (slot.server.name, instance.child.stdout.queued_bytes)))
+            return
+        call.instance = instance
+        instance.leases += 1
+        instance.calls += 1
+        instance.used_at = slot.used_at = time.monotonic()
+        if instance.state == "idle":
+            instance.step("lease")
+            self._arm(instance)
+        if len(instance.callers) < 2 and call.host is not None:
+            instance.callers.add(getattr(call.host, "pipe", None) or call.host)
+        if call.identity is not None and call.identity.session is not None:
+            instance.users.add(call.identity.session)
+        try:
+            instance.upstream.send(call)
+        except RpcError as error:
+            # It is nested too deeply to be written down again.
+            instance.upstream.in_flight.pop(call.wire_id, None)
+            call.fail(error)
+            self.give_back(instance, call)
 
     def _wait_for_turn(self, slot, instance, call):
         slot.askers.push(call)
@@ -6902,19 +6961,22 @@ class Host:
         key = scope_key(scope, identity)
         if key.degraded and not for_lists:
             core.note_degraded(server.name, scope, key.degraded)
-        generation = core.config_generation
+        return core.pool.slot_for(self.definition_for(server, identity, key), key, self.declared(server), identity)
+
+    def definition_for(self, server, identity, key):
+        """Return the Definition of a server for one identity of this host. Raises RpcError."""
+        core = self.core
         # All that a definition takes from an identity: {session} and {cwd} may stand in its entry.
         name = (server.name, key.text, identity.session, identity.place.cwd, self.era)
         cached = self._definitions.get(name)
-        if cached is None or cached[0] != generation:
-            definition = Definition(core.config, server, identity, key, self.env, core.secret, self.era)
-            if scope != "call":
-                if len(self._definitions) > 500:
-                    self._definitions.clear()
-                self._definitions[name] = (generation, definition)
-        else:
-            definition = cached[1]
-        return core.pool.slot_for(definition, key, self.declared(server), identity)
+        if cached is not None and cached[0] == core.config_generation:
+            return cached[1]
+        definition = Definition(core.config, server, identity, key, self.env, core.secret, self.era)
+        if not key.text.startswith("call:"):         # no other request has that key
+            if len(self._definitions) > 500:
+                self._definitions.clear()
+            self._definitions[name] = (core.config_generation, definition)
+        return definition
 
     def declared(self, server):
         """Return the capabilities that a server started for this host is told of."""
@@ -9828,9 +9890,11 @@ class HttpFront:
             raise HttpError(404, "there is nothing here; servers are at /mcp/<name>")
 
     def _names(self, text):
+        servers = self.core.config.servers
+        if text in servers and not servers[text].disabled and "%" not in text:
+            return [text]
         from urllib.parse import unquote
         names = [unquote(name) for name in text.split(",") if name]
-        servers = self.core.config.servers
         if not names:
             raise HttpError(404, "name a server: /mcp/<%s>" % "|".join(sorted(servers)))
         for name in names:
@@ -9937,7 +10001,7 @@ class HttpFront:
     def _credential(self, exchange):
         """Return a digest of what a session is bound to; the credential itself is never kept."""
         header = exchange.headers.get("Authorization") or ""
-        return hmac.new(self.core.secret, header.encode("utf-8", "replace"), "sha256").hexdigest()
+        return hmac.digest(self.core.secret, header.encode("utf-8", "replace"), "sha256").hex()
 
     def _add(self, session):
         self.sessions[session.id] = session
@@ -10049,8 +10113,8 @@ def _host_name(text):
 
 def accepted(header):
     """Return whether an Accept header allows (JSON, an event stream); both where there is none."""
-    if header is None or not header.strip():
-        return True, True
+    if header is None or not header.strip() or header == "application/json, text/event-stream":
+        return True, True                # the last is what MCP 2025-11-25, basic/transports, has clients send
     kinds = set()
     for part in header.lower().split(","):
         kind, *parameters = [piece.strip() for piece in part.split(";")]
@@ -10788,7 +10852,11 @@ class ShimLink:
                                   self.host.id if self.host else "?", self.stream.queued_bytes)
             self.stream.close("does not read")
             return
-        self.stream.write(tag + data + b"\n" if len(data) < READ_BYTES else b"".join((tag, data, b"\n")))
+        if len(data) < READ_BYTES:
+            self.stream.write(tag + data + b"\n")
+        else:
+            for piece in (tag, data, b"\n"):
+                self.stream.write(piece)
 
 
 class StdioLink:
@@ -10877,6 +10945,7 @@ class Daemon:
         self.config_generation = 1
         self._config_stamp = self._stamp()
         self._config_error = None
+        self._config_seen_at = 0.0
         self.loop = Loop(log)
         self.log.level = self.config.get("log.level")
         self.started_wall, self.started_at = time.time(), time.monotonic()
@@ -11263,7 +11332,7 @@ class Daemon:
                 server = self.server(name)
                 identity = host.own_identity()
                 key = scope_key(self.config.get("scope", server), identity)
-                definition = Definition(self.config, server, identity, key, host.env, self.secret, host.era)
+                definition = host.definition_for(server, identity, key)
                 slot = self.pool.slots.get((name, definition.digest, key.text))
                 self.use_schema(host, name, self.schema_for(host, server, definition, slot))
             except RpcError as error:
@@ -11701,6 +11770,10 @@ class Daemon:
 
     def check_config(self, force=False):
         """Apply the configuration if the file has changed. Returns the error text, or None."""
+        now = time.monotonic()
+        if now - self._config_seen_at < 0.001 and not force:
+            return self._config_error    # looked at with the message before this one
+        self._config_seen_at = now
         stamp = self._stamp()
         if stamp == self._config_stamp and not force:
             return self._config_error
@@ -12482,6 +12555,8 @@ PATIENCE_S = 5.0
 UP_FOR_GOOD_S = 0.5
 # What accepts and hangs up so often without a welcome is no daemon that is starting or ending.
 MAX_HANG_UPS = 40
+# As <poll.h> has them on Linux and macOS: for the loop of the shim, which runs twice for each call.
+POLLIN, POLLOUT, POLLERR, POLLHUP, POLLNVAL = 1, 4, 8, 16, 32
 # Stop reading from a side when this much waits for the other.
 SHIM_HIGH_WATER = 4 << 20
 
@@ -12521,12 +12596,8 @@ class HostWriter:
     def flush(self):
         """Write what can be written now; returns whether all is written."""
         while self.pending and not self.broken:
-            data = self.pending[0]
-            if len(self.pending) > 1 and len(data) < READ_BYTES:
-                data = b"".join(self.pending)
-                self.pending = [data]
             try:
-                written = self._write(data)
+                written = self._write(self.pending[:WRITE_PIECES])
             except BlockingIOError:
                 return False
             except OSError:
@@ -12534,21 +12605,25 @@ class HostWriter:
                 self.pending, self.pending_bytes = [], 0
                 break
             self.pending_bytes -= written
-            if written == len(data):
-                self.pending.pop(0)
-            else:
-                self.pending[0] = memoryview(data)[written:]
-                if not written:
-                    return False
+            whole = 0
+            while whole < len(self.pending) and written >= len(self.pending[whole]):
+                written -= len(self.pending[whole])
+                whole += 1
+            del self.pending[:whole]
+            if written:
+                self.pending[0] = rest_of(self.pending[0], written)
+                enlarge_pipe(self.fd)
+            if not (written or whole):
+                return False
         return True
 
-    def _write(self, data):
+    def _write(self, pieces):
         if self._socket is not None:
-            return self._socket.send(data, self._flag)
-        if self._own_fd is not None:
-            return os.write(self._own_fd, data)
-        if not self._is_pipe:
-            return os.write(self.fd, data)
+            return self._socket.sendmsg(pieces, (), self._flag)
+        if self._own_fd is not None or not self._is_pipe:
+            fd = self.fd if self._own_fd is None else self._own_fd
+            return os.writev(fd, pieces) if len(pieces) > 1 else os.write(fd, pieces[0])
+        data = pieces[0]
         poller = select.poll()
         poller.register(self.fd, select.POLLOUT)
         written = 0
@@ -12627,20 +12702,20 @@ class Shim:
         reads_host = not self.host_ended and (not self.unsent or self._may_read_host())
         events = 0
         if self.socket is not None:
-            events = select.POLLIN if self.writer.pending_bytes < SHIM_HIGH_WATER else 0
+            events = POLLIN if self.writer.pending_bytes < SHIM_HIGH_WATER else 0
             if self.hello or (self.unsent and self.state == "up"):
-                events |= select.POLLOUT
+                events |= POLLOUT
         wanted = (reads_host, bool(self.writer.pending), self.socket, events, self.ready_fd)
         if wanted != self.polled:
             # Mostly it is what it was at the last turn.
             self.polled, self.poller = wanted, select.poll()
-            self.poller.register(1, select.POLLOUT if self.writer.pending else 0)
+            self.poller.register(1, POLLOUT if self.writer.pending else 0)
             if reads_host:
-                self.poller.register(0, select.POLLIN)
+                self.poller.register(0, POLLIN)
             if self.socket is not None:
                 self.poller.register(self.socket.fileno(), events)
             if self.ready_fd is not None:
-                self.poller.register(self.ready_fd, select.POLLIN)
+                self.poller.register(self.ready_fd, POLLIN)
         timeout = None
         if self.state != "up" or self.drain_until is not None or self.deadline is not None:
             timeout = self._timeout()
@@ -12648,16 +12723,16 @@ class Shim:
             if fd == 0:
                 self._read_host()
             elif fd == 1:
-                if event & (select.POLLERR | select.POLLNVAL) or (event & select.POLLHUP and not event & select.POLLOUT):
+                if event & (POLLERR | POLLNVAL) or (event & POLLHUP and not event & POLLOUT):
                     self.writer.broken = True
                 else:
                     self.writer.flush()
             elif fd == self.ready_fd:
                 self._read_ready()
             elif self.socket is not None and fd == self.socket.fileno():
-                if event & select.POLLOUT:
+                if event & POLLOUT:
                     self._send_hello() if self.hello else self._send()
-                if event & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                if event & (POLLIN | POLLHUP | POLLERR):
                     self._read_daemon()
 
     def _may_read_host(self):
@@ -12702,6 +12777,11 @@ class Shim:
             data = b""
         if not data:
             self._host_has_ended()
+            return
+        if self.state == "up" and not (self.unsent or self.partial or self.streaming) and (
+                data.find(b"\n") == len(data) - 1):
+            self._take_line(data)        # one whole line, as hosts mostly write it
+            self._send()
             return
         if self.state == "asleep":
             self.state, self.down_since, self.retry_at = "down", time.monotonic(), 0.0
@@ -12798,6 +12878,19 @@ class Shim:
 
     def _send(self):
         """Hand lines to the socket; a line counts as sent once its last byte is."""
+        if len(self.unsent) == 1 and not self.unsent_offset and self.unsent[0][0] is not None:
+            seq, line = self.unsent[0]
+            try:
+                sent = self.socket.send(line)
+            except OSError:              # full, or gone: see below
+                return
+            if sent == len(line):
+                self.unsent.clear()
+                if seq in self.kept:
+                    self.kept[seq].append(True)
+            else:
+                self.unsent_offset = sent
+            return
         while self.unsent:
             batch, size = [], 0
             for _, line in self.unsent:
@@ -12839,10 +12932,9 @@ class Shim:
             self.incoming.append(data)
             return
         if self.incoming:
-            self.incoming.append(data)
-            data, self.incoming = b"".join(self.incoming), []
+            data = self._end_incoming(data)
         start = 0
-        while True:
+        while start < len(data):
             end = data.find(b"\n", start) + 1
             if not end:
                 break
@@ -12856,6 +12948,21 @@ class Shim:
         if start < len(data):
             self.incoming = [data[start:]]
         self.writer.flush()
+
+    def _end_incoming(self, data):
+        """Pass on the line that came in pieces; returns what comes after it, or all of it to be read as usual.
+
+        A large answer goes to the host in the pieces in which it came.
+        """
+        pieces, self.incoming = self.incoming + [data], []
+        end, first = data.find(b"\n") + 1, pieces[0]
+        if first[:1] not in (b"a", b"m") or first.find(b" ", 0, 24) < 0 or not first[1:first.find(b" ")].isdigit():
+            return b"".join(pieces)
+        pieces[-1] = data[:end]
+        self._on_daemon_line(first)
+        for piece in pieces[1:]:
+            self.writer.put(piece)
+        return data[end:]
 
     def _on_daemon_line(self, line):
         tag = line[:1]
