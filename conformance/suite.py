@@ -364,7 +364,7 @@ class Mcpx:
         self.port = free_port()
         self.url = "http://127.0.0.1:%d/mcp/%s" % (self.port, SERVER)
         self.process = None
-        self.children = []  # one set of process ids for each start of the daemon
+        self.children = []  # for each start of the daemon: process id -> revision that it spoke
         fixture = {
             "command": install.venv_program("sdk2", "python"),
             "args": [str(FIXTURE)],
@@ -377,7 +377,7 @@ class Mcpx:
         place.configure({SERVER: fixture}, **{"http.listen": "127.0.0.1:%d" % self.port, "http.auth": "none"})
 
     def start(self):
-        self.children.append(set())
+        self.children.append({})
         self.process = start(self.place, self.place.mcpx("daemon"), "daemon.log", self.port)
 
     def stop(self):
@@ -390,7 +390,7 @@ class Mcpx:
 
     def count_children(self):
         status = self.place.status() or {"instances": []}
-        self.children[-1].update(instance["pid"] for instance in status["instances"])
+        self.children[-1].update((instance["pid"], instance["revision"]) for instance in status["instances"])
 
     def __enter__(self):
         self.start()
@@ -505,7 +505,13 @@ def check_through(place, leg):
         if leg.protocol == "legacy":
             meet(mcpx.url)
         run = begin_run(place, mcpx.url, leg.revision, "through").finish()
-    return leg.judge([run]), "%s, %d children" % (score(run), len(mcpx.children[-1]))
+    wanted = {"legacy": LEGACY, "modern": MODERN}.get(leg.protocol, leg.revision)
+    # A started server that waits for its first request has not been spoken to.
+    spoken = {revision for revision in mcpx.children[-1].values() if revision is not None}
+    found = leg.judge([run])
+    if spoken != {wanted}:
+        found.append("the children spoke %s, wanted is %s" % (", ".join(sorted(spoken)) or "nothing", wanted))
+    return found, "%s, %d children" % (score(run), len(mcpx.children[-1]))
 
 
 def check_eight(place, leg):
@@ -546,10 +552,20 @@ def longest(runs):
 
 
 def wrong_children(mcpx):
-    """What is wrong with the number of children: at most one for each era may be used."""
-    counts = [len(pids) for pids in mcpx.children]
-    found = ["%d children were used by one daemon" % count for count in counts if count > 2]
-    return found + (["no daemon needed a child for each era"] if max(counts) < 2 else [])
+    """What is wrong with the children of each daemon: at most one for each era, and each era its own.
+
+    Not every scenario needs a child, so only all restarts together must have had both.
+    """
+    found = []
+    for pids in mcpx.children:
+        revisions = sorted(str(revision) for revision in pids.values())
+        if len(revisions) != len(set(revisions)) or not set(revisions) <= {LEGACY, MODERN}:
+            found.append("one daemon had children of %s" % ", ".join(revisions))
+    for part in (mcpx.children[:1], mcpx.children[1:]):
+        spoken = {revision for pids in part for revision in pids.values()}
+        if part and spoken != {LEGACY, MODERN}:
+            found.append("the children spoke %s, wanted is one for each era" % ", ".join(sorted(map(str, spoken))))
+    return found
 
 
 def check_restarts(place, leg):
