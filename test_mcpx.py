@@ -658,6 +658,12 @@ def program(*arguments):
     return [sys.executable, "-I", "-S", "-c", mcpx.boot_code(), MCPX, *arguments]
 
 
+def impatient(lab, monkeypatch, **constants):
+    """Have this test run a copy of the program in which these constants are shorter, as `NAME=(from, to)`."""
+    changes = [("\n%s = %s\n" % (name, old), "\n%s = %s\n" % (name, new)) for name, (old, new) in constants.items()]
+    monkeypatch.setattr(sys.modules[__name__], "MCPX", newer_code(lab, *changes, version=mcpx.__version__))
+
+
 @functools.lru_cache(None)
 def compiled_directory():
     path = tempfile.mkdtemp(prefix="mx", dir="/tmp")
@@ -887,7 +893,7 @@ class Lab:
     def configure(self, servers, **settings):
         """Write the configuration; `_` in a setting's name stands for a dot."""
         # A host that leaves in the middle of a call does not want its answer; None asks for the default.
-        settings = dict({"shim_drainTimeout": "200ms", "drainTimeout": "500ms"}, **settings)
+        settings = dict({"shim_drainTimeout": "200ms", "shim_closeTimeout": "200ms", "drainTimeout": "500ms"}, **settings)
         settings = {name.replace("_", "."): value for name, value in settings.items() if value is not None}
         self.write_config(json.dumps({"mcpServers": servers, "mcpx": settings}, indent=1))
 
@@ -3754,8 +3760,9 @@ def test_a_question_that_only_one_call_can_have_asked_is_answered(lab):
     assert asked(bob) == []
 
 
-def test_a_question_of_nobody_knows_whom_is_asked_of_nobody(lab):
-    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="3s")
+def test_a_question_of_nobody_knows_whom_is_asked_of_nobody(lab, monkeypatch):
+    impatient(lab, monkeypatch, QUIESCE_S=("2.0", "0.4"))
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="1500ms")
     ann, bob = (lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name)) for name in ("ann", "bob"))
     one = ann.begin("inquire", after=lab.gate("ann"))
     two = bob.begin("inquire", after=lab.gate("bob"))
@@ -5134,7 +5141,8 @@ def test_shim_the_files_head_is_shell_and_python_and_names_its_licence():
 @pytest.mark.parametrize("end", ["eof", "eof in a call", "sigterm"])
 def test_a_shim_ends_with_its_host_before_the_host_loses_patience(lab, end):
     """Hosts send SIGTERM two seconds after the end of input."""
-    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, shim_drainTimeout=None)
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, shim_drainTimeout=None,
+                  shim_closeTimeout=None)
     host = lab.host("plain")
     if end == "eof in a call":
         host.begin("hold", until=lab.gate("never"))
@@ -5159,8 +5167,9 @@ def test_a_shim_outlives_a_stopped_daemon_and_starts_one_for_the_next_request(la
     assert lab.daemon_pid() != daemon
 
 
-def test_a_listener_that_is_no_daemon_does_not_hold_a_host_for_ever(lab):
+def test_a_listener_that_is_no_daemon_does_not_hold_a_host_for_ever(lab, monkeypatch):
     """Something accepts on the socket and says nothing; the host gets an answer, good or bad, within seconds."""
+    impatient(lab, monkeypatch, HELLO_WAIT_S=("5.0", "0.5"))
     lab.configure({"demo": demo(scope="session")})
     lab.command("call", "demo.echo", "text=x")
     path = lab.status()["daemon"]["socket"]
@@ -6346,8 +6355,9 @@ def test_a_session_without_a_stream_of_its_own_lists_what_is_new(lab):
 
 
 @pytest.mark.parametrize("era", ["legacy", "modern"])
-def test_a_server_that_ignores_what_it_does_not_know_does_not_hang_anybody(lab, era):
+def test_a_server_that_ignores_what_it_does_not_know_does_not_hang_anybody(lab, monkeypatch, era):
     """It does not even refuse: a probe of another era gets no answer."""
+    impatient(lab, monkeypatch, PROBE_WAIT_S=("5.0", "0.5"))
     web = Web(lab, other=fake(lab, "other"), mute=fake(lab, "mute", """
         usual = take
         def take(message):
@@ -6362,7 +6372,7 @@ def test_a_server_that_ignores_what_it_does_not_know_does_not_hang_anybody(lab, 
         assert error["code"] == -32601
     else:
         assert web.tool("mute", "echo", text="x") == "x"
-    assert time.monotonic() - began < 10
+    assert mcpx.PROBE_WAIT_S <= 5 and time.monotonic() - began < 5
     assert [i["revision"] for i in lab.instances("mute")] == ["2025-11-25"]
 
 
