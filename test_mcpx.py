@@ -7083,6 +7083,18 @@ def test_a_host_with_the_number_of_one_that_is_gone_does_not_inherit_its_server(
     assert len(starts(lab, "plain")) == 2
 
 
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything, so nothing can be made unreadable for it")
+def test_doctor_says_who_can_grant_the_access_that_a_server_lacks(lab):
+    """Folders that macOS guards look empty or forbidden to a server, and nothing else says why."""
+    lab.configure({"files": dict(fake(lab, "files"), cwd=lab.directory("guarded"))})
+    os.chmod(lab.path("guarded"), 0)
+    try:
+        done = lab.run("doctor")
+        assert done.returncode == 1 and "files" in done.stdout and "Privacy & Security" in done.stdout
+    finally:
+        os.chmod(lab.path("guarded"), 0o700)
+
+
 def test_the_service_unit_leaves_the_end_of_the_servers_to_the_daemon():
     """systemd's default signals every process of the unit at once: no server could write its last words."""
     with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
