@@ -25,6 +25,7 @@ import check_inspector
 import check_opencode
 import check_sharing
 import check_storm
+import check_survival
 import check_upstreams
 import install
 import schemas
@@ -116,6 +117,11 @@ def storm_checks():
         checks.append(Check("storm, %s" % disturbance, [], run))
         short = functools.partial(check_storm.check_storm, disturbance=disturbance, hosts=8)
         checks.append(Check("short storm, %s" % disturbance, [], short, True))
+    for what, rounds in (("upgrades", 100), ("kills", 25)):
+        run = functools.partial(check_survival.check_survival, what=what, rounds=rounds, hosts=32)
+        checks.append(Check("survival, %s" % what, [], run))
+        short = functools.partial(check_survival.check_survival, what=what, rounds=5, hosts=4)
+        checks.append(Check("short survival, %s" % what, [], short, True))
     return checks
 
 
