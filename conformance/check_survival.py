@@ -25,7 +25,7 @@ from place import Failed, Place, expect
 ANSWER_LIMIT_S = 60
 # What a call may take whose daemon is replaced meanwhile.
 PROBE_LIMIT_S = 30
-LONG_CALL_S = 20
+LONG_CALL_S, SHORTER_CALL_S = 20, 3
 
 
 class Worker:
@@ -140,10 +140,10 @@ async def survive(place, event, rounds, hosts, seed):
     before = await status_of(place)
     daemon, pids, pauses, found = before["daemon"]["pid"], children(before), [], []
     long_call = None
-    upgrading = event is upgrade
+    upgrading, long_s = event is upgrade, LONG_CALL_S if rounds > 20 else SHORTER_CALL_S
     for number in range(rounds):
         if long_call is None or long_call.done():
-            _id, long_call = watch.begin("tools/call", {"name": "pool_sleep", "arguments": {"seconds": LONG_CALL_S}})
+            _id, long_call = watch.begin("tools/call", {"name": "pool_sleep", "arguments": {"seconds": long_s}})
         waiting = asyncio.ensure_future(asyncio.sleep(0.01)) if upgrading else None
         await event(place, daemon)
         pauses.append(await probe(watch))
@@ -164,9 +164,9 @@ async def survive(place, event, rounds, hosts, seed):
     for worker in workers:
         worker.stopped = True
     await asyncio.gather(*tasks)
-    answer = await asyncio.wait_for(long_call, LONG_CALL_S + ANSWER_LIMIT_S)
+    answer = await asyncio.wait_for(long_call, long_s + ANSWER_LIMIT_S)
     if "result" not in answer and (upgrading or not is_lost(answer)):
-        found.append("the call of %d s got %s" % (LONG_CALL_S, str(answer)[:200]))
+        found.append("the call of %d s got %s" % (long_s, str(answer)[:200]))
     if upgrading:
         question = next(message for message, _line in patient.heard if message.get("method") == "elicitation/create")
         patient.send({"jsonrpc": "2.0", "id": question["id"],
