@@ -5112,7 +5112,10 @@ class Pool:
         if torn:
             # Half a request may be in the pipe; without this the next one would be taken for its rest.
             child.stdout.write(b"\n")
-        for question_id, method in ready["questions"]:
+        for question_id, method, *waiting in ready["questions"]:
+            if waiting:
+                self.listener.reopen_question(instance, question_id, method, *waiting)
+                continue
             answer = {"result": {"action": "cancel"}} if method == "elicitation/create" else {
                 "error": RpcError(SAMPLING_REFUSED, "no answer: mcpx was interrupted").as_object()}
             instance.upstream.answer(question_id, answer)
@@ -6295,8 +6298,25 @@ class Questions:
             self._attribute(question)
 
     def open_of(self, instance):
-        """Return [upstream's id, method] of the questions that an instance waits for."""
-        return [[q.upstream_id, q.method] for q in self.by_id.values() if q.instance is instance and q.on_answer is None]
+        """Return what another daemon must know of the questions that an instance waits for.
+
+        Upstream's id and method; of those that wait for a person also params, why, and until when.
+        """
+        found = []
+        for question in self.by_id.values():
+            if question.instance is instance and question.on_answer is None:
+                found.append([question.upstream_id, question.method])
+                if question.why_open and question.host is None:
+                    until = time.time() + question.deadline_at - time.monotonic()
+                    found[-1] += [question.params, question.why_open, until]
+        return found
+
+    def reopen(self, instance, upstream_id, method, params, why, until):
+        """Let a question wait for a person that already did when the daemon before was killed."""
+        question = Question(self.new_id(), instance, upstream_id, method, params)
+        question.why_open = why
+        self.by_id[question.id] = self.by_upstream[(instance.id, upstream_id)] = question
+        self._set_deadline(question, max(0.1, until - time.time()))
 
     def ask_for(self, instance, host, call, method, params, on_answer):
         """Ask a host something that a modern upstream wants in a retry; it is plain whose it is."""
@@ -6552,6 +6572,7 @@ class Questions:
             timeout = min(timeout, OPEN_SAMPLING_S)
         question.why_open = why
         self._set_deadline(question, timeout)
+        question.instance.pool.note_change(question.instance)
         self.log.warning("a question of server %s is open: %s (%s)", question.instance.definition.server.name,
                          question.method, why)
 
@@ -11598,8 +11619,12 @@ class Daemon:
         self.schemas.note_era(definition, era)
 
     def open_questions(self, instance):
-        """Return what an instance waits for, as [its id of the question, method]."""
+        """Return what an instance waits for, for the daemon after this one."""
         return self.questions.open_of(instance)
+
+    def reopen_question(self, instance, *facts):
+        """A question of an adopted instance waits for a person."""
+        self.questions.reopen(instance, *facts)
 
     def on_adopted(self, slot):
         """Hosts that used an instance of a dead daemon are back by now, or gone: who else could name it?"""

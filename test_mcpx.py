@@ -4675,6 +4675,24 @@ def test_servers_and_their_state_outlive_a_daemon_that_is_killed(lab):
     lab.wait_for("empty tables", lambda: at_rest(lab))
 
 
+def test_a_question_that_waits_for_a_person_outlives_the_daemon(lab):
+    """Two hosts' calls ask at once, so it is nobody's; `mcpx answer` answers it to the next daemon."""
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")})
+    hosts = [lab.host("curious", capabilities={"elicitation": {}}) for _ in range(2)]
+    held = hosts[0].begin("hold", until=lab.gate("never"), tag="held")
+    lab.wait_begun("curious", "held")
+    asked = hosts[1].begin("inquire")
+    lab.wait_for("the open question", lambda: [q["why"] for q in lab.status()["questions"] if q["why"]])
+    kill_daemon(lab)
+    question, = lab.wait_for("it again", lambda: lab.run("asks").returncode == 0 and lab.status()["questions"])
+    assert question["params"]["message"] == "who?" and question["deadline"] > 60 and question["host"] is None
+    assert "who?" in lab.command("asks")
+    lab.command("answer", str(question["id"]), "accept", "answer=a person")
+    assert json.loads(text_of(hosts[1].result(asked)))["content"] == {"answer": "a person"}
+    assert hosts[0].all("elicitation/create") == hosts[1].all("elicitation/create") == []
+    hosts[0].notify("notifications/cancelled", requestId=held)
+
+
 def test_an_adopted_server_that_dies_is_noticed_and_replaced(lab):
     lab.configure({"mortal": lab.role("mortal", "mortal", scope="global"), "demo": demo(scope="global")})
     host = lab.host("mortal", "demo")
