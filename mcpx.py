@@ -6939,21 +6939,25 @@ class Host:
         """Find out who a request is from, then `on_identity()`; `call.identity` is set then."""
         meta = self.link.named_by(call.seq, call.params.get("_meta"))
         named_cwd = meta.get(META_CWD)
-
-        def with_place(place):
-            keys = self.core.config.get("transport.sessionMetaKeys")
-            call.identity = self.identity.with_meta(meta, keys, self.core.new_id(), place)
-            needs_cwd = scope in ("cwd", "worktree", "repo") and call.identity.place.cwd is None
-            if needs_cwd and place is None and self.roots is None and self.can_tell_roots():
-                self._ask_roots(call, lambda: self._guarded(call, lambda: with_place(self.roots)))
-            else:
-                if needs_cwd and place is None and self.roots is not None and self.roots.cwd:
-                    call.identity.place = self.roots
-                on_identity()
         if isinstance(named_cwd, str) and named_cwd:
-            self.core.find_place(named_cwd, lambda place: self._guarded(call, lambda: with_place(place)))
+            self.core.find_place(named_cwd, lambda place: self._guarded(
+                call, lambda: self._with_place(call, scope, on_identity, meta, place)))
         else:
-            with_place(None)
+            self._with_place(call, scope, on_identity, meta, None)
+
+    def _with_place(self, call, scope, on_identity, meta, place):
+        # No function that calls itself by a name of its own: such a circle would keep the call's
+        # message until the collector comes.
+        keys = self.core.config.get("transport.sessionMetaKeys")
+        call.identity = self.identity.with_meta(meta, keys, self.core.new_id(), place)
+        needs_cwd = scope in ("cwd", "worktree", "repo") and call.identity.place.cwd is None
+        if needs_cwd and place is None and self.roots is None and self.can_tell_roots():
+            self._ask_roots(call, lambda: self._guarded(
+                call, lambda: self._with_place(call, scope, on_identity, meta, self.roots)))
+        else:
+            if needs_cwd and place is None and self.roots is not None and self.roots.cwd:
+                call.identity.place = self.roots
+            on_identity()
 
     def _guarded(self, call, step):
         """Take a step of a request; its errors are its answer.
@@ -7172,6 +7176,7 @@ class Host:
             schema.watchers.discard(self)
         for slot in list(self.slots):
             self.core.pool.leave(slot, self)
+        self.surface.schemas.clear()
         self.core.host_gone(self)
 
 
@@ -9597,13 +9602,20 @@ class HttpExchange:
 
     def _end(self):
         self.over = True
+        self._let_go()
         self.connection.exchange_over(self.keep)
+
+    def _let_go(self):
+        """Break the circles through this exchange: what it carried is large, and a collector comes late."""
+        self.commit, self.body = None, b""
 
     def peer_closed(self):
         """The peer has hung up before the answer was complete."""
         self.over = True
-        if self.on_gone is not None:
-            self.on_gone()
+        on_gone, self.on_gone = self.on_gone, None
+        self._let_go()
+        if on_gone is not None:
+            on_gone()
 
     def sweep(self, now):
         """Keep a quiet exchange alive: its headers after a while, then comments."""
@@ -10111,6 +10123,9 @@ class HttpFront:
         if session.get.exchange is not None:
             session.get.exchange.end_stream()
         session.host.close()
+        session.streams.clear()
+        session.by_exchange.clear()
+        session.get = EventStream(session, 0)
 
     def close(self):
         """The daemon ends: so do all streams."""
