@@ -16,6 +16,7 @@ import time
 READ_BYTES = 1 << 16
 REVISION, MODERN = "2025-11-25", "2026-07-28"
 CLIENT_INFO = {"name": "bench", "version": "1"}
+INITIALIZE = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": CLIENT_INFO}
 # Nothing that is measured takes this long; a contestant that does hangs.
 ANSWER_LIMIT_S = 60
 # What the echoed text is made up to: a small call as agents make them.
@@ -129,8 +130,7 @@ class Host:
         if self.modern:
             self.request("server/discover", {}, limit)
             return
-        params = {"protocolVersion": REVISION, "capabilities": {}, "clientInfo": CLIENT_INFO}
-        self.revision = self.request("initialize", params, limit)["protocolVersion"]
+        self.revision = self.request("initialize", INITIALIZE, limit)["protocolVersion"]
         self.post(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
         self.settle()
 
@@ -282,18 +282,30 @@ class Connection:
         self.socket.setblocking(True)
         self.fd = self.socket.fileno()
         self.buffer = bytearray()
-        self.head = None  # lower-case head of the answer that is being read
+        self.head = None  # of the answer that is being read
         self.busy = False
+        self.used_at = time.monotonic()
 
     def send(self, head, body=b""):
-        self.busy, self.head = True, None
+        self.busy, self.head, self.used_at = True, None, time.monotonic()
         self.socket.sendall(head + body)
+
+    def has_ended(self):
+        """Has the other end closed it while nobody asked anything? Some do after 5 s."""
+        if time.monotonic() - self.used_at < 1:
+            return False
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def read(self):
         """Read once; returns the messages that are complete now."""
         data = self.socket.recv(READ_BYTES)
         if not data:
-            raise Broken("it hung up")
+            raise Broken("it hung up in the middle of an answer" if self.busy else "it hung up")
         self.buffer += data
         messages = []
         if self.head is None and not self._take_head():
@@ -396,6 +408,8 @@ class HttpHost(Host):
     def post(self, data):
         if self.connection.busy:
             raise Broken("a request while another is in flight")
+        if self.connection.has_ended():
+            self._reconnect()
         self.connection.send(self.post_head % (self.more_headers(data), len(data)), data)
 
     def read(self, fd):
@@ -408,10 +422,13 @@ class HttpHost(Host):
                     self.session = session.decode()
                     self._make_head()
             if (connection.header(b"connection") or b"").lower() == b"close":
-                self.closed(connection.fd)
-                connection.close()
-                self._connect()
+                self._reconnect()
         return messages
+
+    def _reconnect(self):
+        self.closed(self.connection.fd)
+        self.connection.close()
+        self._connect()
 
     def is_idle(self):
         return not self.connection.busy
@@ -461,6 +478,11 @@ class SseHost(Host):
         self.opened(self.connection.fd)
 
     def post(self, data):
+        if self.connection.has_ended():
+            self.closed(self.connection.fd)
+            self.connection.close()
+            self.connection = Connection(self.port)
+            self.opened(self.connection.fd)
         self.connection.send(self.post_head % len(data), data)
 
     def read(self, fd):
@@ -498,16 +520,16 @@ def load(hosts, seconds):
     while open_calls:
         for fd, _ in watch.ready(deadline):
             host = watch.host_of[fd]
-            call = open_calls[host]
+            call = open_calls.get(host)
             for data in host.read(fd):
-                if call[1] not in data:
+                if call is None or call[1] not in data:
                     host.other(data)
                     continue
                 now = clock()
                 call[2] = True
                 if now < end:
                     latencies.append(now - call[0])
-            if call[2] and host.is_idle():
+            if call is not None and call[2] and host.is_idle():
                 if now < end:
                     open_calls[host] = [clock(), host.post_call(), False]
                 else:

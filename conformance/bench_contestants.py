@@ -46,11 +46,14 @@ class Contestant:
 
 
 class Running:
-    """A started contestant and the hosts made from it."""
+    """A started contestant and the hosts made from it. Raises Broken where its front does not come up."""
+
+    alive = set()  # those that were not stopped, for the end of a run that failed
 
     def __init__(self, contestant):
         self.contestant = contestant
         self.place = Place(contestant.name)
+        self.alive.add(self)
         self.port = free_port()
         self.socket = str(self.place.root / "s")
         self.hosts, self.front = [], None
@@ -61,7 +64,11 @@ class Running:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self._fill(text))
         if contestant.front:
-            self._start_front()
+            try:
+                self._start_front()
+            except Broken:
+                self.stop()
+                raise
 
     def _fill(self, text):
         for name, value in (("dir", self.place.root), ("port", self.port), ("socket", self.socket)):
@@ -131,6 +138,7 @@ class Running:
 
     def stop(self):
         """End it, in order where it can, and remove its directories."""
+        self.alive.discard(self)
         for host in self.hosts:
             if hasattr(host, "process"):
                 host.process.stdin.close()
@@ -236,8 +244,8 @@ def peers():
         Contestant("mcp-proxy", "stdio", [py_proxy, "--log-level", "ERROR", "--transport", "streamablehttp", url],
                    py_proxy_front, None, needs_proxy, max_hosts=cap),
         Contestant("mcp-remote", "stdio", remote + [url, "--allow-http", "--transport", "http-only"],
-                   py_proxy_front, None, needs_proxy + ["bench-npm-mcp-remote"], {"MCP_REMOTE_CONFIG_DIR": "{dir}/auth"},
-                   max_hosts=cap),
+                   py_proxy_front, None, needs_proxy + ["bench-npm-mcp-remote"],
+                   {"MCP_REMOTE_CONFIG_DIR": "{dir}/auth"}, max_hosts=cap),
         Contestant("supergateway", "stdio", gateway + ["--streamableHttp", url], gateway_http, None, needs_gateway,
                    max_hosts=cap),
         Contestant("mcp-proxy http", "http", "/mcp", py_proxy_front, None, needs_proxy),
