@@ -482,15 +482,18 @@ def parse_answer(line):
     """
     global _ANSWER_PLACES
     if _ANSWER_PLACES is None:
-        _ANSWER_PLACES = (re.compile(rb'\{"jsonrpc": ?"2\.0", ?"id": ?(\d{1,16}), ?"result": ?').match,
-                          re.compile(r', ?"jsonrpc": ?"2\.0", ?"id": ?(\d{1,16})\}').fullmatch)
-    before, after = _ANSWER_PLACES
+        _ANSWER_PLACES = (re.compile(rb'\{"jsonrpc": ?"2\.0", ?"id": ?(0|[1-9]\d{0,15}), ?"result": ?').match,
+                          re.compile(rb'\{"result": ?').match,
+                          re.compile(r', ?"jsonrpc": ?"2\.0", ?"id": ?(0|[1-9]\d{0,15})\}').fullmatch)
+    before, first, after = _ANSWER_PLACES
     head = before(line)
-    if (head is None and not line.startswith(b'{"result":')) or b"\r" in line:
+    begin = head or first(line)
+    # A line break inside (white space to JSON) would be two lines to whoever reads them.
+    if begin is None or b"\r" in line or b"\n" in line:
         return None
     try:
         text = line.decode("utf-8")
-        result, end = json_decoder().raw_decode(text, head.end() if head is not None else len('{"result":'))
+        result, end = json_decoder().raw_decode(text, begin.end())
     except (ValueError, RecursionError):
         return None                      # who reads it the long way says what is wrong
     if head is not None:
@@ -6039,8 +6042,8 @@ class SchemaStore:
 
     def note_quiet(self, call):
         """A call has ended; if no log message came meanwhile, it is of a kind that does not log."""
-        if not call.has_logged and call.schema.logs(call.subject) is None and (
-                call.host.level is not None or call.slot.level is not None):
+        if not call.has_logged and (call.host.level is not None or call.slot.level is not None) and (
+                call.schema.logs(call.subject) is None):
             self._note_heard(call.schema, call.subject, False)
 
     def _note_heard(self, schema, subject, logs):

@@ -1540,6 +1540,60 @@ def test_a_batch_is_answered_as_one_where_the_revision_has_batches(calm, revisio
     assert host.call("echo", text="next") == "next"
 
 
+ADVERSARIAL = [
+    '{"jsonrpc":"2.0","id":7,"result":{},"id":8}',
+    '{"jsonrpc":"2.0","id":7,"result":{},"\\u0069d":8}',
+    '{"jsonrpc":"2.0","id":7,"result":{"a":"},\\"id\\":9}"},"id":8}',
+    '{"jsonrpc":"2.0","id":7,"result":{"id":3}}x',
+    '{"jsonrpc":"2.0","id":7,"result":{}} {"id":1}',
+    '{"jsonrpc":"2.0","id":07,"result":{}}',
+    '{"jsonrpc":"2.0","id":7.0,"result":{}}',
+    '{"jsonrpc":"2.0","id":"7","result":{}}',
+    '{"jsonrpc":"2.0","id":null,"result":{}}',
+    '{"jsonrpc":"2.0","id":7,"result":NaN}',
+    '{"jsonrpc":"2.0","id":7,"result":1e999}',
+    '{"jsonrpc":"2.0","id":7,"result":\x0b{}}',
+    '{"jsonrpc":"2.0","id":7,"result":{}\x0c}',
+    '{"jsonrpc":"2.0","id":7,"result":{"a":"\t"}}',
+    '{"result":{},"jsonrpc":"2.0","id":7,"id":8}',
+    '{"result":{},"result":{},"jsonrpc":"2.0","id":7}',
+    '{"result":{"id":5},"id":9,"jsonrpc":"2.0","id":7}',
+    '{"result":{}, "jsonrpc":"2.0","id":7}}',
+    '{"jsonrpc":"2.0","id":7,"error":{"code":1,"message":"x"}}',
+    '{"jsonrpc":"2.0","id":7,"result":{}', '{"jsonrpc":"2.0","id":7,"result":', '{"result":{}}',
+    '{"jsonrpc":"2.0","id":7,"result":{},"x":1}',
+]
+
+
+@pytest.mark.parametrize("text", ADVERSARIAL)
+def test_wire_what_is_not_exactly_a_form_is_left_to_the_parser(text):
+    assert mcpx.parse_answer(text.encode()) is None
+
+
+def random_json(rng, depth=0):
+    kind = rng.randrange(7 if depth < 3 else 4)
+    text = "".join(rng.choice(['"', "\\", "id", '"id":7', "{", "}", "é", "\u2028", "a", "\n", "\U0001f600", ","])
+                   for _ in range(rng.randrange(6)))
+    return (rng.randrange(-9, 10 ** 12), text, rng.choice([True, None, 1.5]), text, {},
+            [random_json(rng, depth + 1) for _ in range(3)] if depth < 3 else 0,
+            {text + str(n): random_json(rng, depth + 1) for n in range(3)} if depth < 3 else 0)[kind]
+
+
+def test_wire_the_forms_are_read_and_answered_as_the_parser_would():
+    rng = random.Random(5)
+    for _ in range(5000):
+        result, wire_id, new_id = random_json(rng), rng.randrange(10 ** 9), rng.choice([5, "é\"x", -3, 2 ** 70])
+        ascii_only, spaces = rng.random() < 0.5, rng.choice([(",", ":"), (", ", ": ")])
+        message = ({"jsonrpc": "2.0", "id": wire_id, "result": result} if rng.random() < 0.5 else
+                   {"result": result, "jsonrpc": "2.0", "id": wire_id})
+        line = json.dumps(message, ensure_ascii=ascii_only, separators=spaces).encode()
+        found, place = mcpx.parse_answer(line)
+        assert found == message == mcpx.parse_json(line)
+        again = mcpx.with_id(place, found, new_id)
+        assert mcpx.parse_json(again) == dict(message, id=new_id)
+        assert again[:place.start] == line[:place.start] and again.endswith(line[place.end:])
+
+
 # ---------------------------------------------------------------------------
 # Revisions: every host speaks the one it knows
 # ---------------------------------------------------------------------------
@@ -2528,6 +2582,30 @@ def test_reactor_a_thread_that_hangs_is_given_up_and_its_late_result_dropped(loo
     loop.in_thread(lambda: "done", lambda value, error: seen.append(value), 5)
     turn_until(loop, lambda: len(seen) == 2)
     assert seen[1] == "done"
+
+
+def test_reactor_a_stream_writes_pieces_in_order_however_little_the_reader_takes():
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    log = mcpx.Log()
+    loop = mcpx.Loop(log)
+    nothing_fd, other_fd = os.pipe()
+    stream = mcpx.Stream(loop, nothing_fd, write_fd, 1 << 20, lambda lines: None, lambda reason: None)
+    rng, expected, got = random.Random(3), b"", b""
+    for number in range(200):
+        piece = bytes([number % 256]) * rng.choice([0, 1, 10, 5000, 70000, 300000])
+        stream.write(memoryview(piece) if number % 3 == 0 and piece else piece)
+        expected += piece
+        loop.turn(0)
+        if number % 2:
+            got += os.read(read_fd, rng.choice([1, 4096, 100000])) if stream.queued_bytes else b""
+    while len(got) < len(expected):
+        loop.turn(0)
+        got += os.read(read_fd, 1 << 17)
+    assert got == expected and stream.queued_bytes == 0 and stream.written_total == len(expected)
+    loop.close()
+    for fd in (read_fd, other_fd, nothing_fd, write_fd):
+        os.close(fd)
 
 
 # ---------------------------------------------------------------------------
@@ -4511,6 +4589,27 @@ def test_a_taken_port_is_reported_and_hosts_over_stdio_are_served(lab):
         assert "127.0.0.1:%d" % port in lab.run("logs").stdout
 
 
+PLAIN = b"POST /mcp/up HTTP/1.1\r\nHost: a\r\nContent-Length: 3"
+
+
+@pytest.mark.parametrize("head", [
+    PLAIN + b"\r\n folded", PLAIN + b"\r\nBad Name: x", PLAIN + b"\r\nX y", PLAIN + b"\r\nX: a\rb",
+    PLAIN + b"\r\nX: a\nb", PLAIN + b"\r\nX: \0", PLAIN + b"\r\nX: \xe9", PLAIN + b"\r\nX : a", PLAIN + b"\r\n: a",
+    b"POST  /mcp/up HTTP/1.1\r\nHost: a", b"POST /mcp/up HTTP/1.0\r\nHost: a", b"POST //x HTTP/1.1\r\nHost: a",
+    b"POST /a b HTTP/1.1\r\nHost: a", b"PUT /a HTTP/1.1\r\nHost: a", b"POST http://a/ HTTP/1.1\r\nHost: a", b"\r\nPOST / HTTP/1.1"])
+def test_http_an_unusual_head_is_not_read_as_a_plain_one(head):
+    assert mcpx.parse_plain_head(head) is None
+
+
+def test_http_a_plain_head_is_read_as_http_server_reads_it():
+    head = PLAIN + b"\r\nAccept:application/json\r\nx-Two:  a b  \r\nMcp-Session-Id: q:1"
+    command, target, version, headers = mcpx.parse_plain_head(head)
+    other = mcpx.parse_any_head(head)
+    assert (command, target, version) == other[:3]
+    for name in ("host", "Accept", "X-TWO", "mcp-session-id", "Content-Length"):
+        assert headers.get(name) == other[3].get(name)
+
+
 # ---------------------------------------------------------------------------
 # Daemon: one, detached, and replaceable
 # ---------------------------------------------------------------------------
@@ -4855,7 +4954,6 @@ def test_the_code_is_exchanged_under_hosts_that_notice_nothing(lab):
     session = WebSession(web, "demo")
     host.call("mine_set", value="kept"), host.call("demo_set", value="shared")
     host.ask("resources/subscribe", {"uri": "demo://state"})
-    gate = lab.path("gate")
     slow = host.begin("demo_sleep", {"progressToken": "p"}, seconds=5, every=0.2, text="slow")
     queued = [host.begin("alone_sleep", seconds=0.3, text="q%d" % n) for n in range(5)]
     asked = host.begin("curious_inquire")
