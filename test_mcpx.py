@@ -522,6 +522,28 @@ class Curious(Upstream):
         return json.dumps(answer.get("result") or answer)
 
 
+class Everywhere(Curious):
+    """Says which process answers, whatever it is asked."""
+
+    capabilities = dict(Upstream.capabilities, prompts={}, completions={})
+
+    def on_prompts_list(self, params):
+        return {"prompts": [{"name": "who"}]}
+
+    def on_prompts_get(self, params):
+        return {"messages": [{"role": "user", "content": {"type": "text", "text": str(os.getpid())}}]}
+
+    def on_completion_complete(self, params):
+        return {"completion": {"values": [str(os.getpid())]}}
+
+    def tool_who(self):
+        return str(os.getpid())
+
+    def tool_who_asks(self):
+        self.ask("elicitation/create", dict(self.QUESTIONS["elicitation/create"], message=str(os.getpid())))
+        return str(os.getpid())
+
+
 class Tasks(Upstream):
     """Core tasks of 2025-11-25."""
 
@@ -603,7 +625,7 @@ class Broken(Upstream):
 
 ROLES = {role.__name__.lower(): role for role in (
     Upstream, Silent, Noisy, Mortal, Stubborn, LastWords, Brood, Flood, Deaf, HeadFirst, Closing, Old, Strict, Lock, Pages,
-    Versions, Bytes, Curious, Tasks, Broken)}
+    Versions, Bytes, Curious, Everywhere, Tasks, Broken)}
 
 
 def play_role(arguments):
@@ -4122,6 +4144,95 @@ def web_lab(tmp_path_factory):
 @pytest.fixture
 def web(web_lab):
     return web_lab.web
+
+
+# Who comes second over HTTP, and under which scopes it reaches the process of the first caller.
+HTTP_MEETINGS = {
+    "an unnamed request after another": "global",
+    "a session named in _meta, twice": "global session parent-session",
+    "a session named in a header, then in _meta": "global session parent-session",
+    "two sessions by name": "global",
+    "an unnamed request from the same directory": "global repo worktree cwd",
+    "a named session from the same directory as another": "global repo worktree cwd",
+    "a sub-session and its parent": "global parent-session",
+    "two sub-sessions of one parent": "global parent-session",
+    "a legacy session, twice": "global session parent-session",
+    "a legacy session after another": "global",
+    "a legacy session that names itself as the modern one does": "global session parent-session",
+    "a host over stdio that names the same session": "global session parent-session",
+    "the command line with the same session": "global session parent-session",
+}
+
+
+@pytest.fixture(scope="module")
+def spread_lab(tmp_path_factory):
+    """A server for every scope that says which process answers."""
+    for made in new_lab(os.path.realpath(tmp_path_factory.mktemp("spread"))):
+        servers = {scope: made.role("everywhere", scope, scope=scope, protocol="legacy") for scope in SCOPES}
+        made.web = Web(made, **dict(servers, plain=demo()))
+        yield made
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_who_reaches_which_process_over_http(spread_lab, scope):
+    """Each way to be named, and every method that reaches a server: not calls of tools alone."""
+    lab, web = spread_lab, spread_lab.web
+    here = lab.directory("here")
+    fresh = itertools.count()
+
+    def ask(method, params, meta=(), headers=()):
+        return web.modern(scope, method, params, meta, headers)[1][-1]["result"]
+
+    def who(meta=(), headers=()):
+        return ask("tools/call", {"name": "who", "arguments": {}}, meta, headers)["content"][0]["text"]
+
+    def name():
+        return "%s-%d" % (scope, next(fresh))
+
+    def legacy_who(session, meta=None):
+        params = {"name": "who", "arguments": {}}
+        return session.request("tools/call", dict(params, _meta=meta) if meta else params)[1][-1]["result"]["content"][0]["text"]
+    ann, bob, cid, dan, eve, fay, guy, ida = [name() for _ in range(8)]
+    session = WebSession(web, scope)
+    host = lab.host(scope)
+    found = {
+        "an unnamed request after another": who() == who(),
+        "a session named in _meta, twice": who({SESSION: ann}) == who({SESSION: ann}),
+        "a session named in a header, then in _meta": who((), {"Mcpx-Session": bob}) == who({SESSION: bob}),
+        "two sessions by name": who({SESSION: ann}) == who({SESSION: bob}),
+        "an unnamed request from the same directory": who({CWD: here}) == who((), {"Mcpx-Cwd": here}),
+        "a named session from the same directory as another": who({SESSION: cid, CWD: here}) == who({SESSION: dan, CWD: here}),
+        "a sub-session and its parent": who({SESSION: eve}) == who({SESSION: name(), PARENT: eve}),
+        "two sub-sessions of one parent": who({SESSION: name(), PARENT: fay}) == who(
+            {SESSION: name()}, {"Mcpx-Parent-Session": fay}),
+        "a legacy session, twice": legacy_who(session) == legacy_who(session),
+        "a legacy session after another": legacy_who(session) == legacy_who(WebSession(web, scope)),
+        "a legacy session that names itself as the modern one does": who({SESSION: guy}) == legacy_who(
+            WebSession(web, scope, headers={"Mcpx-Session": guy})),
+        "a host over stdio that names the same session": who({SESSION: guy}) == host.call("who", {SESSION: guy}),
+        "the command line with the same session": who({SESSION: guy}) == lab.command(
+            "call", scope + ".who", "--session", guy).strip(),
+    }
+    assert found == {situation: scope in scopes.split() for situation, scopes in HTTP_MEETINGS.items()}
+    # The same process, whatever is asked of it.
+    meta, can_be_asked = {SESSION: ida}, {"io.modelcontextprotocol/clientCapabilities": {"elicitation": {}}}
+    first = ask("tools/call", {"name": "who_asks", "arguments": {}}, dict(meta, **can_be_asked))
+    others = [ask("resources/read", {"uri": "role://one"}, meta)["contents"][0]["text"],
+              ask("prompts/get", {"name": "who"}, meta)["messages"][0]["content"]["text"],
+              ask("completion/complete", {"ref": {"type": "ref/prompt", "name": "who"}, "argument": {"name": "a", "value": ""}},
+                  meta)["completion"]["values"][0], who(meta)]
+    stays = scope in ("global", "session", "parent-session")
+    assert len(set(others)) == (1 if stays else 4)
+    if stays and "inputRequests" in first:
+        (key, question), = first["inputRequests"].items()
+        assert question["params"]["message"] == others[0]
+        retry = {"name": "who_asks", "arguments": {}, "requestState": first["requestState"],
+                 "inputResponses": {key: {"action": "accept", "content": {"answer": "x"}}}}
+        assert ask("tools/call", retry, dict(meta, **can_be_asked))["content"][0]["text"] == others[0]
+    elif scope != "global":
+        assert first["inputRequests"]
+    for session in [session]:
+        web.send("DELETE", session.path, headers=session.headers)
 
 
 def test_header_annotations_that_are_not_valid_are_not_shown_over_http():

@@ -57,13 +57,17 @@ class Worker:
             "add": ("mine_add", {"n": 1}),
             "big": ("pool_big", {"bytes": self.rng.randrange(10, 250000)}),
         }[kind]
-        _id, future = self.link.begin("tools/call", {"name": name, "arguments": arguments})
+        request_id, future = self.link.begin("tools/call", {"name": name, "arguments": arguments})
+        self.link.methods.clear()
         try:
             answer = await asyncio.wait_for(asyncio.shield(future), ANSWER_LIMIT_S)
         except asyncio.TimeoutError:
             self.found.append("%s(%s) had no answer within %d s" % (word, kind, ANSWER_LIMIT_S))
             self.stopped = True
             return
+        # Hours of answers are not kept, only how many came to each request.
+        self.link.heard.clear()
+        self.link.answers[request_id][:] = [None] * len(self.link.answers[request_id])
         if is_lost(answer):
             self.lost += 1
             self.adds_lost += kind == "add"
