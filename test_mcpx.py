@@ -5109,6 +5109,21 @@ def test_the_code_is_exchanged_under_hosts_that_notice_nothing(lab):
     assert not [line for line in open(glob.glob(lab.path("state", "mcpx", "logs", "daemon-*.log"))[0]) if " error " in line]
 
 
+def test_the_code_is_exchanged_while_a_server_makes_its_handshake(lab):
+    gate = lab.path("go")
+    lab.configure({"slow": lab.role("upstream", "slow", "--gate", gate, scope="global")})
+    host = lab.start("slow")
+    hello = host.hello()
+    lab.wait_for("the server", lambda: lab.seen("slow", "start"))
+    daemon = lab.daemon_pid()
+    lab.command("reload", "--upgrade")
+    assert lab.daemon_pid() == daemon and host.answers(hello) == []
+    open(gate, "w").close()
+    assert host.result(hello)["serverInfo"]["name"] == "upstream"
+    host.notify("notifications/initialized")
+    assert host.call("echo", text="x") == "x" and len(lab.seen("slow", "start")) == 1
+
+
 def test_the_number_of_descriptors_stays_the_same_over_upgrades(lab):
     web = Web(lab, demo=demo(scope="global"))
     host = lab.host("demo")
