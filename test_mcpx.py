@@ -4039,10 +4039,20 @@ MODERN_META = {"io.modelcontextprotocol/protocolVersion": "2026-07-28",
 BOTH_TYPES = "application/json, text/event-stream"
 
 
+# Not from the range that the system gives clients, and for each worker its own: a port that is free
+# now is somebody else's a moment later.
+WORKER = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "")) or 0)
+PORTS = itertools.cycle(range(10_000 + WORKER % 8 * 2500, 10_000 + WORKER % 8 * 2500 + 2500))
+for _ in range(random.randrange(2500)):
+    next(PORTS)
+
+
 def free_port():
-    with contextlib.closing(socket.socket()) as holder:
-        holder.bind(("127.0.0.1", 0))
-        return holder.getsockname()[1]
+    while True:
+        port = next(PORTS)
+        with contextlib.suppress(OSError), contextlib.closing(socket.socket()) as holder:
+            holder.bind(("127.0.0.1", port))
+            return port
 
 
 class Web:
