@@ -9422,7 +9422,7 @@ class HttpConnection:
                 raise HttpError(501, "the only transfer coding served is chunked")
             self.chunked = True
         else:
-            text = headers.get("Content-Length") or "0"
+            text = headers.get("Content-Length", "0")
             if not text.isascii() or not text.isdigit() or len(text) > 15:
                 raise HttpError(400, "Content-Length is no number")
             self.left = int(text)
@@ -9480,7 +9480,8 @@ class HttpConnection:
         self.head = None
         body = b"".join(self.body)
         self.body = []
-        keep = (headers.get("Connection") or "").lower() != "close" and version != "HTTP/1.0"
+        options = [option.strip(" \t") for option in (headers.get("Connection") or "").lower().split(",")]
+        keep = "close" not in options and version != "HTTP/1.0"
         self.exchange = HttpExchange(self, method, target, headers, body, keep)
         try:
             self.front.handle(self.exchange)

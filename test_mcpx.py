@@ -4303,6 +4303,21 @@ def test_a_head_that_another_parser_could_read_otherwise_is_refused(head):
     assert refused.value.status in (400, 505)
 
 
+@pytest.mark.parametrize("line, status, closes", [
+    ("Content-Length: ", 400, True), ("Content-Length: 0", 404, False), ("Connection: ,Close", 404, True),
+    ("Connection: keep-alive, close", 404, True), ("Connection: closed", 404, False)])
+def test_a_connection_ends_when_its_client_says_so(web, line, status, closes):
+    with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
+        connection.sendall(("GET /nothing HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n" % line).encode())
+        answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        if closes:
+            assert connection.recv(65536) == b""
+        else:
+            connection.sendall(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+
+
 def sessions_do_not_share(web):
     one, two = WebSession(web, "demo"), WebSession(web, "demo")
     one.tool("set", value="one's")
