@@ -53,6 +53,8 @@ ANSWER_LIMIT_S = CALL_TIMEOUT_S * 3 + 15
 AFTERMATH_S = {"child wire": 8.0, "daemon": 2.5, "child": 2.5}
 # At rest the daemon may be this much larger than after the second epoch: the tables of its allocator, its caches.
 GROWTH_KIB = 16 * 1024
+# Idle time, the graces of a server that does not go, and what a loaded machine adds.
+REST_LIMIT_S = 25
 PROBLEMS_SHOWN = 15
 # Files that are made when they are first needed, and then stay.
 ONCE = {"state/mcpx/starter-H.lock", "state/mcpx/secret", "state/mcpx/token"}
@@ -618,7 +620,7 @@ class Driver:
             tables = dict(status["tables"])
             return not any(tables.values()) if tables else False
 
-        deadline, status = time.monotonic() + 40, None
+        deadline, status = time.monotonic() + REST_LIMIT_S, None
         while time.monotonic() < deadline:
             status = await self.status()
             if status is not None and at_rest(status):
