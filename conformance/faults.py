@@ -16,6 +16,7 @@ A step begins calls, lets some faults happen among them and waits until the dust
 the servers have written down, and what `mcpx status` counts must agree. An epoch is some steps; at its end all hosts
 go, and nothing may be left. The last line is `N faults, N calls, N problems`.
 """
+
 import argparse
 import asyncio
 import collections
@@ -40,10 +41,24 @@ QUICK = {"seed": "11", "hosts": 6, "steps": 2}
 # The settings of the daemon under test: as short as a loaded machine allows.
 CALL_TIMEOUT_S = 6
 SETTINGS = {
-    "callTimeout": "%ds" % CALL_TIMEOUT_S, "startTimeout": "6s", "coldWait": "10s", "question.timeout": "2s", "cancelGrace": "2s",
-    "idleTimeout": "1500ms", "keep": "500ms", "drainTimeout": "1s", "shim.drainTimeout": "300ms", "shim.closeTimeout": "300ms",
-    "stop.eofGrace": "1s", "stop.termGrace": "1s", "backoff.first": "50ms", "backoff.max": "200ms", "queueTimeout": "25s", "max": 24,
-    "http.auth": "none", "log.level": "info",
+    "callTimeout": "%ds" % CALL_TIMEOUT_S,
+    "startTimeout": "6s",
+    "coldWait": "10s",
+    "question.timeout": "2s",
+    "cancelGrace": "2s",
+    "idleTimeout": "1500ms",
+    "keep": "500ms",
+    "drainTimeout": "1s",
+    "shim.drainTimeout": "300ms",
+    "shim.closeTimeout": "300ms",
+    "stop.eofGrace": "1s",
+    "stop.termGrace": "1s",
+    "backoff.first": "50ms",
+    "backoff.max": "200ms",
+    "queueTimeout": "25s",
+    "max": 24,
+    "http.auth": "none",
+    "log.level": "info",
 }
 
 STEPS_PER_EPOCH = 12
@@ -61,17 +76,76 @@ PROBLEMS_SHOWN = 15
 ONCE = {"state/mcpx/starter-H.lock", "state/mcpx/secret", "state/mcpx/token"}
 
 # mode -> kinds of faults, with how often each is drawn. "gentle" ones do no harm: every call must have its result.
-GENTLE = {"host delay": 3, "host split": 3, "http delay": 2, "http split": 2, "wire delay": 3, "wire split": 3, "stop child": 2, "stop wire": 1,
-          "stop shim": 2, "stop daemon": 2, "deaf host": 2, "link delay": 2, "link split": 2}
+GENTLE = {
+    "host delay": 3,
+    "host split": 3,
+    "http delay": 2,
+    "http split": 2,
+    "wire delay": 3,
+    "wire split": 3,
+    "stop child": 2,
+    "stop wire": 1,
+    "stop shim": 2,
+    "stop daemon": 2,
+    "deaf host": 2,
+    "link delay": 2,
+    "link split": 2,
+}
 MODES = {
     "gentle": GENTLE,
-    "hosts": dict(GENTLE, **{"link cut": 3, "host ff": 3, "host nul": 2, "host newline": 3, "host drop": 2, "host twice": 3, "host glue": 2, "kill shim": 2, "host vanish": 2,
-                             "http cut": 3, "http hangup": 3, "http ff": 2, "http nul": 1}),
+    "hosts": dict(
+        GENTLE,
+        **{
+            "link cut": 3,
+            "host ff": 3,
+            "host nul": 2,
+            "host newline": 3,
+            "host drop": 2,
+            "host twice": 3,
+            "host glue": 2,
+            "kill shim": 2,
+            "host vanish": 2,
+            "http cut": 3,
+            "http hangup": 3,
+            "http ff": 2,
+            "http nul": 1,
+        }
+    ),
     "children": dict(GENTLE, **{"kill child": 4, "kill wire": 3, "wire cut": 2, "call die": 3}),
-    "wires": dict(GENTLE, **{"wire ff": 3, "wire nul": 1, "wire newline": 2, "wire drop": 2, "wire twice": 4, "wire glue": 2, "wire cut": 2}),
+    "wires": dict(
+        GENTLE,
+        **{
+            "wire ff": 3,
+            "wire nul": 1,
+            "wire newline": 2,
+            "wire drop": 2,
+            "wire twice": 4,
+            "wire glue": 2,
+            "wire cut": 2,
+        }
+    ),
     "daemon": dict(GENTLE, **{"kill daemon": 5}),
-    "everything": dict(GENTLE, **{"link cut": 2, "kill daemon": 2, "kill child": 3, "kill wire": 2, "kill shim": 2, "host vanish": 2, "host ff": 2, "host twice": 2, "host drop": 1,
-                                  "http cut": 2, "http hangup": 2, "wire ff": 2, "wire twice": 2, "wire glue": 1, "wire cut": 2, "call die": 2}),
+    "everything": dict(
+        GENTLE,
+        **{
+            "link cut": 2,
+            "kill daemon": 2,
+            "kill child": 3,
+            "kill wire": 2,
+            "kill shim": 2,
+            "host vanish": 2,
+            "host ff": 2,
+            "host twice": 2,
+            "host drop": 1,
+            "http cut": 2,
+            "http hangup": 2,
+            "wire ff": 2,
+            "wire twice": 2,
+            "wire glue": 1,
+            "wire cut": 2,
+            "call die": 2,
+        }
+    ),
 }
 
 
@@ -79,7 +153,12 @@ class Wire:
     """One running faults_wire.py: its process, its server, and the way to order harm."""
 
     def __init__(self, facts, writer):
-        self.pid, self.child, self.server, self.instance = facts["wire"], facts["child"], facts["server"], facts["instance"]
+        self.pid, self.child, self.server, self.instance = (
+            facts["wire"],
+            facts["child"],
+            facts["server"],
+            facts["instance"],
+        )
         self.writer = writer
 
     def order(self, order):
@@ -125,7 +204,9 @@ class Driver:
         if call is None:
             self.problem("host %s got an answer to nothing: %s" % (host.token, json.dumps(message)[:300]))
         elif call.host is not host:
-            self.problem("host %s got the answer of host %s: %s" % (host.token, call.host.token, json.dumps(message)[:300]))
+            self.problem(
+                "host %s got the answer of host %s: %s" % (host.token, call.host.token, json.dumps(message)[:300])
+            )
         elif (message.get("result") or {}).get("resultType") == "input_required":
             self._answer_in_result(host, call, message["result"])
         else:
@@ -185,7 +266,14 @@ class Driver:
 
     def describe(self, call):
         return "%s of %s %s (%s on %s, begun %.1f s ago, harms %s)" % (
-            call.label, call.host.kind, call.host.revision, call.tool, call.server, time.monotonic() - call.began, sorted(call.harms))
+            call.label,
+            call.host.kind,
+            call.host.revision,
+            call.tool,
+            call.server,
+            time.monotonic() - call.began,
+            sorted(call.harms),
+        )
 
     # -- calls -------------------------------------------------------------------
 
@@ -209,7 +297,9 @@ class Driver:
     def begin(self, host, rng, tool=None, server=None, **arguments):
         """Begin one call, drawn at random where it is not given."""
         server = server or rng.choice(host.servers)
-        tool = tool or rng.choice(("note", "note", "note", "look", "look", "keep", "wait", "wait", "watch", "fat", "ask"))
+        tool = tool or rng.choice(
+            ("note", "note", "note", "look", "look", "keep", "wait", "wait", "watch", "fat", "ask")
+        )
         if tool == "ask" and server == "excl":
             tool = "note"
         self.serial += 1
@@ -226,7 +316,13 @@ class Driver:
         arguments.update(label=label, owner=owner)
         call = Call(label, host, server, tool, owner, arguments)
         call.session_named = named_session or named_dir
-        meta = host.meta(**{name: value for name, value in (("dev.mcpx/session", named_session), ("dev.mcpx/cwd", named_dir)) if value})
+        meta = host.meta(
+            **{
+                name: value
+                for name, value in (("dev.mcpx/session", named_session), ("dev.mcpx/cwd", named_dir))
+                if value
+            }
+        )
         call.meta = meta
         call.params = {"name": host.tool_name(server, tool), "arguments": arguments, "_meta": meta}
         now = time.monotonic()
@@ -263,7 +359,9 @@ class Driver:
         """Give a call up, as a host does whose person has changed their mind."""
         if not call.settled and call.host.kind == "stdio" and not call.host.dead:
             call.cancelled, call.void = True, "it was cancelled"
-            call.host.post({"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": call.ids[-1]}})
+            call.host.post(
+                {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": call.ids[-1]}}
+            )
 
     def under_way(self):
         return [call for call in self.calls.values() if not call.settled]
@@ -289,7 +387,9 @@ class Driver:
         revision = rng.choice(faults_hosts.REVISIONS[-2:] + faults_hosts.REVISIONS + (faults_hosts.MODERN,) * 3)
         servers = list(SCOPES) if rng.random() < 0.8 else [rng.choice(list(SCOPES))]
         session = "shared-%d" % rng.randrange(2) if rng.random() < 0.3 else None
-        kind = rng.choice((faults_hosts.HttpHost,) * 4 + (faults_hosts.RelayedHost,) * 3 + (faults_hosts.StdioHost,) * 5)
+        kind = rng.choice(
+            (faults_hosts.HttpHost,) * 4 + (faults_hosts.RelayedHost,) * 3 + (faults_hosts.StdioHost,) * 5
+        )
         host = kind(self, token, servers, revision, rng.choice(self.dirs), session)
         try:
             await host.start(self.place)
@@ -367,11 +467,17 @@ class Driver:
         if not wires:
             return
         wire, order["side"] = rng.choice(wires), rng.choice(("in", "out"))
-        harmful = order["fault"] not in ("delay", "split", "twice") or order["fault"] == "twice" and order["side"] == "in"
+        harmful = (
+            order["fault"] not in ("delay", "split", "twice") or order["fault"] == "twice" and order["side"] == "in"
+        )
         if order["fault"] == "twice" and order["side"] == "in":
             order["side"] = "out"  # a pipe does not double what a server is told; a server may well say a thing twice
             harmful = False
-        over = self.harm("child wire", lambda call: call.server == wire.server, AFTERMATH_S["child wire"]) if harmful else None
+        over = (
+            self.harm("child wire", lambda call: call.server == wire.server, AFTERMATH_S["child wire"])
+            if harmful
+            else None
+        )
         wire.order(order)
         hosts = [host for host in self.hosts if wire.server in host.servers]
         if hosts:
@@ -496,11 +602,21 @@ class Driver:
         gate = self.place.root / ("gate%d" % self.step_number)
         for _ in range(rng.randint(0, 4)):
             host = rng.choice(self.hosts)
-            self.begin(host, rng, tool="park", server=rng.choice([name for name in host.servers if name != "excl"] or host.servers), gate=str(gate))
+            self.begin(
+                host,
+                rng,
+                tool="park",
+                server=rng.choice([name for name in host.servers if name != "excl"] or host.servers),
+                gate=str(gate),
+            )
         names, weights = list(kinds), list(kinds.values())
         chosen = rng.choices(names, weights, k=rng.randint(2, 6))
-        work = [self._later(rng.uniform(0, 0.35), self._burst, rng.randrange(1 << 30)) for _ in range(rng.randint(2, 5))]
-        work += [self._later(rng.uniform(0, 0.3), self.fault, kind, random.Random(rng.randrange(1 << 30))) for kind in chosen]
+        work = [
+            self._later(rng.uniform(0, 0.35), self._burst, rng.randrange(1 << 30)) for _ in range(rng.randint(2, 5))
+        ]
+        work += [
+            self._later(rng.uniform(0, 0.3), self.fault, kind, random.Random(rng.randrange(1 << 30))) for kind in chosen
+        ]
         await asyncio.gather(*work)
         self.counts["faults"] += len(chosen)
         for kind in chosen:
@@ -535,8 +651,15 @@ class Driver:
     def _expected(self):
         """The calls that mcpx must count now, and how many more it may: those whose host has hung up."""
         certain = [call for call in self.under_way() if call.arrived]
-        doubtful = [call for call in self.calls.values() if call.void and not call.answers and call.arrived and (
-            call.host.kind == "http" or call.harms) and time.monotonic() - call.began < CALL_TIMEOUT_S + 3]
+        doubtful = [
+            call
+            for call in self.calls.values()
+            if call.void
+            and not call.answers
+            and call.arrived
+            and (call.host.kind == "http" or call.harms)
+            and time.monotonic() - call.began < CALL_TIMEOUT_S + 3
+        ]
         return len(certain), len(certain) + len(doubtful)
 
     async def _count_in_flight(self):
@@ -550,9 +673,18 @@ class Driver:
             if status is not None:
                 counted = status["tables"]["calls"]
                 if min(before[0], after[0]) <= counted <= max(before[1], after[1]):
-                    per_host = {host["pid"]: host["inFlight"] for host in status["hosts"] if host["source"] == "process"}
-                    wrong = [host.token for host in self.hosts if host.kind == "stdio" and not host.modern and not host.relayed and before == after and per_host.get(
-                        host.pid, 0) > sum(1 for call in self.under_way() if call.host is host)]
+                    per_host = {
+                        host["pid"]: host["inFlight"] for host in status["hosts"] if host["source"] == "process"
+                    }
+                    wrong = [
+                        host.token
+                        for host in self.hosts
+                        if host.kind == "stdio"
+                        and not host.modern
+                        and not host.relayed
+                        and before == after
+                        and per_host.get(host.pid, 0) > sum(1 for call in self.under_way() if call.host is host)
+                    ]
                     if not wrong:
                         self.daemon = status["daemon"]["pid"] if self.killed_daemon else self.daemon
                         return
@@ -562,10 +694,13 @@ class Driver:
             else:
                 last = "no status"
             await asyncio.sleep(0.05)
-        self.problem("after the dust has settled: %s (%s)" % (last, [self.describe(call) for call in self.under_way()][:4]))
+        self.problem(
+            "after the dust has settled: %s (%s)" % (last, [self.describe(call) for call in self.under_way()][:4])
+        )
 
     async def _settle(self):
         """Wait for the answers. A call whose answer was lost on the child's wire ends later, by callTimeout."""
+
         def open_calls():
             return [call for call in self.under_way() if call.arrived and "child wire" not in call.harms]
 
@@ -615,7 +750,9 @@ class Driver:
     async def rest(self, rng):
         """All hosts go, in all ways; then nothing may be left but a daemon as it was."""
         hosts, self.hosts = list(self.hosts), list(self.hosts)
-        await asyncio.gather(*(self.remove_host(host, rng.choice(("orderly", "orderly", "kill", "vanish"))) for host in hosts))
+        await asyncio.gather(
+            *(self.remove_host(host, rng.choice(("orderly", "orderly", "kill", "vanish"))) for host in hosts)
+        )
 
         def at_rest(status):
             tables = dict(status["tables"])
@@ -632,7 +769,11 @@ class Driver:
             return
         # A look of ours may still be leaving while the next one counts.
         looks = [await self.in_thread(self.watch.footprint) for _ in range(3)]
-        now = dict(looks[-1], descriptors=min(look["descriptors"] for look in looks), processes=min(look["processes"] for look in looks))
+        now = dict(
+            looks[-1],
+            descriptors=min(look["descriptors"] for look in looks),
+            processes=min(look["processes"] for look in looks),
+        )
         files = self.watch.files()
         if self.base is None:
             self.base = dict(now, files=files)
@@ -662,9 +803,19 @@ class Driver:
                 break
         await self.rest(rng)
         rest = getattr(self, "last_rest", {})
-        print("epoch %d %-10s %3d faults, %4d calls, %.0f s; at rest %s KiB, %s descriptors" % (
-            number, mode, self.counts["faults"] - before.get("faults", 0), self.counts["calls"] - before.get("calls", 0),
-            time.monotonic() - began, rest.get("memory"), rest.get("descriptors")), flush=True)
+        print(
+            "epoch %d %-10s %3d faults, %4d calls, %.0f s; at rest %s KiB, %s descriptors"
+            % (
+                number,
+                mode,
+                self.counts["faults"] - before.get("faults", 0),
+                self.counts["calls"] - before.get("calls", 0),
+                time.monotonic() - began,
+                rest.get("memory"),
+                rest.get("descriptors"),
+            ),
+            flush=True,
+        )
 
     async def run(self):
         control = self.place.root / "control.sock"
@@ -704,8 +855,12 @@ class Driver:
         servers = {}
         for name, scope in SCOPES.items():
             env = {"FAULTS_CONTROL": str(control), "FAULTS_LEDGER": str(self.ledger.path), "FAULTS_NAME": name}
-            servers[name] = {"command": python[0], "args": python[1:] + [str(HERE / "faults_wire.py")] + python + [str(HERE / "faults_upstream.py")],
-                             "env": env, "mcpx": {"scope": scope}}
+            servers[name] = {
+                "command": python[0],
+                "args": python[1:] + [str(HERE / "faults_wire.py")] + python + [str(HERE / "faults_upstream.py")],
+                "env": env,
+                "mcpx": {"scope": scope},
+            }
         servers["excl"]["mcpx"]["sharing"] = "exclusive"
         self.place.configure(servers, **dict(SETTINGS, **{"http.listen": "127.0.0.1:%d" % self.port}))
 

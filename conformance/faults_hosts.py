@@ -3,6 +3,7 @@
 A host hands every message that it hears to `hear(host, message)` of the driver and keeps no opinion of its own. What
 happens to the next line that it writes is in `harms`: a queue of orders, taken one per line.
 """
+
 import asyncio
 import json
 import os
@@ -80,7 +81,13 @@ class Host:
         meta = dict(more)
         if self.modern:
             capabilities = {"elicitation": {"form": {}}}
-            meta.update({META + "protocolVersion": MODERN, META + "clientCapabilities": capabilities, META + "clientInfo": {"name": "faults", "version": "1"}})
+            meta.update(
+                {
+                    META + "protocolVersion": MODERN,
+                    META + "clientCapabilities": capabilities,
+                    META + "clientInfo": {"name": "faults", "version": "1"},
+                }
+            )
         return meta
 
     def tool_name(self, server, tool):
@@ -88,8 +95,16 @@ class Host:
 
     def hello(self):
         capabilities = {"elicitation": {}} if self.revision >= "2025-06-18" else {}
-        return {"jsonrpc": "2.0", "id": "hello." + self.token, "method": "initialize", "params": {
-            "protocolVersion": self.revision, "capabilities": capabilities, "clientInfo": {"name": "faults", "version": "1"}}}
+        return {
+            "jsonrpc": "2.0",
+            "id": "hello." + self.token,
+            "method": "initialize",
+            "params": {
+                "protocolVersion": self.revision,
+                "capabilities": capabilities,
+                "clientInfo": {"name": "faults", "version": "1"},
+            },
+        }
 
 
 class StdioHost(Host):
@@ -104,8 +119,16 @@ class StdioHost(Host):
         self.stderr_path = place.root / ("%s.err" % self.token.partition("~")[0])
         with open(self.stderr_path, "wb") as errors:
             self.process = await asyncio.create_subprocess_exec(
-                str(MCPX), "serve", *self.servers, env=env, cwd=str(self.cwd), stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE, stderr=errors, limit=LINE_LIMIT)
+                str(MCPX),
+                "serve",
+                *self.servers,
+                env=env,
+                cwd=str(self.cwd),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                limit=LINE_LIMIT
+            )
         self.pid = self.process.pid
         self.queue = asyncio.Queue()
         self.may_read = asyncio.Event()
@@ -285,12 +308,23 @@ class HttpHost(Host):
         self.driver.problem("an HTTP host could not initialize: %s" % messages)
 
     def _head(self, message, length):
-        lines = ["POST /mcp/%s HTTP/1.1" % ",".join(self.servers), "Host: localhost", "Content-Type: application/json",
-                 "Accept: application/json, text/event-stream", "Content-Length: %d" % length, "Connection: close", "Mcpx-Cwd: %s" % self.cwd]
+        lines = [
+            "POST /mcp/%s HTTP/1.1" % ",".join(self.servers),
+            "Host: localhost",
+            "Content-Type: application/json",
+            "Accept: application/json, text/event-stream",
+            "Content-Length: %d" % length,
+            "Connection: close",
+            "Mcpx-Cwd: %s" % self.cwd,
+        ]
         if self.session:
             lines.append("Mcpx-Session: %s" % self.session)
         if self.modern:
-            lines += ["MCP-Protocol-Version: %s" % MODERN, "Mcp-Method: %s" % message["method"], "Mcp-Name: %s" % message["params"]["name"]]
+            lines += [
+                "MCP-Protocol-Version: %s" % MODERN,
+                "Mcp-Method: %s" % message["method"],
+                "Mcp-Name: %s" % message["params"]["name"],
+            ]
         elif self.session_id:
             lines += ["Mcp-Session-Id: %s" % self.session_id, "MCP-Protocol-Version: %s" % self.revision]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
@@ -364,7 +398,7 @@ class HttpHost(Host):
             self.driver.unanswered(self, message, str(error))
             return
         if status in (400, 404) and not self.modern and not any("id" in answer for answer in messages):
-            # The session went with its daemon, or the body cannot be read: a host starts again, and asks again if it likes.
+            # The session went with its daemon, or the body cannot be read: a host may ask again, if it likes.
             self.driver.unanswered(self, message, "status %d: %s" % (status, messages))
             return
         if not messages and "id" in message and "method" in message:
@@ -390,7 +424,11 @@ class HttpHost(Host):
                 _reader, writer = await asyncio.open_connection("127.0.0.1", self.driver.port)
             except OSError:
                 return
-            writer.write(("DELETE /mcp/%s HTTP/1.1\r\nHost: localhost\r\nMcp-Session-Id: %s\r\nConnection: close\r\n\r\n" % (
-                ",".join(self.servers), self.session_id)).encode())
+            writer.write(
+                (
+                    "DELETE /mcp/%s HTTP/1.1\r\nHost: localhost\r\nMcp-Session-Id: %s\r\nConnection: close\r\n\r\n"
+                    % (",".join(self.servers), self.session_id)
+                ).encode()
+            )
             await asyncio.wait_for(_reader.read(), 10)
             writer.close()

@@ -4,6 +4,7 @@ A fault does harm to some calls: those that were under way where it struck, and 
 call that no harm has touched must have its own right answer, once. One that was touched may have an honest error
 instead. Nothing ever excuses a wrong answer, an answer to somebody else, or a side effect that happens twice.
 """
+
 import json
 import time
 import zlib
@@ -32,7 +33,14 @@ class Call:
     """One request and all that happened to it."""
 
     def __init__(self, label, host, server, tool, owner, arguments):
-        self.label, self.host, self.server, self.tool, self.owner, self.arguments = label, host, server, tool, owner, arguments
+        self.label, self.host, self.server, self.tool, self.owner, self.arguments = (
+            label,
+            host,
+            server,
+            tool,
+            owner,
+            arguments,
+        )
         self.began = time.monotonic()
         self.ids = []  # of the request and, where questions travel in results, of its repetitions
         self.answers = []
@@ -111,7 +119,13 @@ class Call:
         host = self.host
         before = host.born.get((self.server, self.owner))
         host.born[(self.server, self.owner)] = facts["born"]
-        alone = host.kind == "stdio" and not host.modern and not host.relayed and self.session_named is None and host.session is None
+        alone = (
+            host.kind == "stdio"
+            and not host.modern
+            and not host.relayed
+            and self.session_named is None
+            and host.session is None
+        )
         if before not in (None, facts["born"]) and alone and RESTARTED not in (result.get("_meta") or {}):
             return "another process than before, and nothing says so: %s after %s" % (facts["born"], before)
         return None
@@ -149,7 +163,11 @@ class Ledger:
         if not call.arrived:
             most = 0
         if times > most:
-            return "it was carried out %d times (%s, answers %s)" % (times, sorted(call.harms), json.dumps(call.answers)[:300])
+            return "it was carried out %d times (%s, answers %s)" % (
+                times,
+                sorted(call.harms),
+                json.dumps(call.answers)[:300],
+            )
         if not times and any("result" in answer for answer in call.answers):
             return "it has a result and was never carried out"
         return None

@@ -7,6 +7,7 @@ carried out is appended to a ledger before it is answered: a side effect that ca
 
 environment: FAULTS_LEDGER (a file), FAULTS_NAME (the server's name)
 """
+
 import json
 import os
 import select
@@ -19,7 +20,18 @@ LEGACY = ("2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25")
 MODERN = "2026-07-28"
 
 READ_ONLY, IDEMPOTENT = {"readOnlyHint": True}, {"idempotentHint": True}
-HINTS = {"note": {}, "look": READ_ONLY, "keep": IDEMPOTENT, "wait": {}, "watch": READ_ONLY, "park": {}, "fat": READ_ONLY, "ask": {}, "die": {}, "dielook": READ_ONLY}
+HINTS = {
+    "note": {},
+    "look": READ_ONLY,
+    "keep": IDEMPOTENT,
+    "wait": {},
+    "watch": READ_ONLY,
+    "park": {},
+    "fat": READ_ONLY,
+    "ask": {},
+    "die": {},
+    "dielook": READ_ONLY,
+}
 
 # How often a parked call looks whether it may go on.
 LOOK_S = 0.02
@@ -93,20 +105,35 @@ class Server:
         capabilities = {"tools": {"listChanged": True}}
         if method == "initialize":
             wanted = params.get("protocolVersion")
-            self.reply(request_id, {"protocolVersion": wanted if wanted in LEGACY else LEGACY[-1], "capabilities": capabilities,
-                                    "serverInfo": {"name": self.name, "version": "1"}})
+            self.reply(
+                request_id,
+                {
+                    "protocolVersion": wanted if wanted in LEGACY else LEGACY[-1],
+                    "capabilities": capabilities,
+                    "serverInfo": {"name": self.name, "version": "1"},
+                },
+            )
         elif method == "server/discover":
             self.reply(request_id, {"supportedVersions": [MODERN] + list(LEGACY), "capabilities": capabilities})
         elif method == "ping":
             self.reply(request_id, {})
         elif method == "tools/list":
-            tools = [{"name": name, "inputSchema": {"type": "object"}, "annotations": hints} for name, hints in HINTS.items()]
+            tools = [
+                {"name": name, "inputSchema": {"type": "object"}, "annotations": hints} for name, hints in HINTS.items()
+            ]
             self.reply(request_id, {"tools": tools})
         elif method == "tools/call" and params.get("name") in HINTS:
             self.on_call(request_id, params)
         elif method == "subscriptions/listen":
-            self.send({"method": "notifications/subscriptions/acknowledged", "params": {
-                "notifications": params.get("notifications") or {}, "_meta": {META + "subscriptionId": request_id}}})
+            self.send(
+                {
+                    "method": "notifications/subscriptions/acknowledged",
+                    "params": {
+                        "notifications": params.get("notifications") or {},
+                        "_meta": {META + "subscriptionId": request_id},
+                    },
+                }
+            )
         else:
             self.modern.discard(request_id)
             self.send({"id": request_id, "error": {"code": -32601, "message": "Method not found: %s" % method}})
@@ -128,7 +155,9 @@ class Server:
             return
         if tool != "ask":
             self.write_down(tool, label)
-        getattr(self, "do_" + tool, self.do_note)(request_id, arguments, (params.get("_meta") or {}).get("progressToken"))
+        getattr(self, "do_" + tool, self.do_note)(
+            request_id, arguments, (params.get("_meta") or {}).get("progressToken")
+        )
 
     def write_down(self, tool, label):
         fd = os.open(os.environ["FAULTS_LEDGER"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -140,8 +169,17 @@ class Server:
         if self.active.pop(request_id, None) is None:
             return
         pad = arguments.get("pad") or ""
-        facts = {"label": arguments["label"], "server": self.name, "served": self.served, "pid": os.getpid(), "born": self.born,
-                 "count": self.count, "most": self.most, "pad": [len(pad), zlib.crc32(pad.encode())], "cwd": os.getcwd()}
+        facts = {
+            "label": arguments["label"],
+            "server": self.name,
+            "served": self.served,
+            "pid": os.getpid(),
+            "born": self.born,
+            "count": self.count,
+            "most": self.most,
+            "pad": [len(pad), zlib.crc32(pad.encode())],
+            "cwd": os.getcwd(),
+        }
         content = [{"type": "text", "text": json.dumps(dict(facts, **(more or {})))}]
         self.reply(request_id, {"content": content})
 
@@ -158,7 +196,9 @@ class Server:
             for number, part in enumerate((0.3, 0.6, 0.9)):
                 due = time.monotonic() + part * (end - time.monotonic())
                 progress = {"progressToken": token, "progress": number + 1, "message": arguments["label"]}
-                self.timers.append((due, request_id, lambda p=progress: self.send({"method": "notifications/progress", "params": p})))
+                self.timers.append(
+                    (due, request_id, lambda p=progress: self.send({"method": "notifications/progress", "params": p}))
+                )
         self.timers.append((end, request_id, lambda: self.done(request_id, arguments)))
 
     do_watch = do_wait
@@ -167,7 +207,9 @@ class Server:
         if os.path.exists(arguments.get("gate") or "/"):
             self.done(request_id, arguments)
         else:
-            self.timers.append((time.monotonic() + LOOK_S, request_id, lambda: self.do_park(request_id, arguments, token)))
+            self.timers.append(
+                (time.monotonic() + LOOK_S, request_id, lambda: self.do_park(request_id, arguments, token))
+            )
 
     def do_die(self, _request_id, _arguments, _token):
         os._exit(7)
@@ -175,12 +217,23 @@ class Server:
     do_dielook = do_die
 
     def do_ask(self, request_id, arguments, _token):
-        form = {"message": arguments["label"], "requestedSchema": {"type": "object", "properties": {"answer": {"type": "string"}}}}
+        form = {
+            "message": arguments["label"],
+            "requestedSchema": {"type": "object", "properties": {"answer": {"type": "string"}}},
+        }
         if request_id in self.modern:
             self.modern.discard(request_id)
             self.active.pop(request_id, None)
-            self.send({"id": request_id, "result": {"resultType": "input_required", "requestState": "s", "inputRequests": {
-                "it": {"method": "elicitation/create", "params": dict(form, mode="form")}}}})
+            self.send(
+                {
+                    "id": request_id,
+                    "result": {
+                        "resultType": "input_required",
+                        "requestState": "s",
+                        "inputRequests": {"it": {"method": "elicitation/create", "params": dict(form, mode="form")}},
+                    },
+                }
+            )
             return
         self.questions += 1
         question = "q%d" % self.questions

@@ -3,6 +3,7 @@
 Shared by `faults.py` and `fuzz.py`. Nothing here changes anything; the socket is asked in the way of
 `mcpx status --json`, because starting a program for every look would cost more than the looks are worth.
 """
+
 import json
 import os
 import re

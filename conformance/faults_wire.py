@@ -6,6 +6,7 @@ Connects to the socket named by FAULTS_CONTROL and says who it is; each line tha
 next line on one side: {"side": "in" | "out", "fault": ..., "seconds": ...}. It answers with the beginning of the line
 that was hit, so that the driver can tell which call that was. Without anybody to order it, it only relays.
 """
+
 import json
 import os
 import socket
@@ -95,7 +96,12 @@ class Side:
 def main(command):
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     link = socket.socket(socket.AF_UNIX)
-    facts = {"wire": os.getpid(), "child": child.pid, "server": os.environ.get("FAULTS_NAME"), "instance": os.environ.get("MCPX_INSTANCE")}
+    facts = {
+        "wire": os.getpid(),
+        "child": child.pid,
+        "server": os.environ.get("FAULTS_NAME"),
+        "instance": os.environ.get("MCPX_INSTANCE"),
+    }
 
     def report(message):
         try:

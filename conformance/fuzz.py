@@ -17,6 +17,7 @@ lies), `shim` (a daemon that lies).
 A run fails on a promise that is not kept, a mistake in the daemon's log, a daemon that vanishes, a bystander that
 has to wait for over a second of the daemon's work, or growth. The last line is `N inputs, N problems`.
 """
+
 import argparse
 import os
 import random
@@ -35,7 +36,17 @@ import install
 from place import Failed
 
 # In CI each target gets this many inputs, the same ones every time, however busy the machine is.
-QUICK_COUNTS = {"lines": 4000, "json": 10000, "head": 1200, "config": 1500, "flood": 8, "host": 120, "http": 60, "child": 25, "shim": 4}
+QUICK_COUNTS = {
+    "lines": 4000,
+    "json": 10000,
+    "head": 1200,
+    "config": 1500,
+    "flood": 8,
+    "host": 120,
+    "http": 60,
+    "child": 25,
+    "shim": 4,
+}
 QUICK_SEED = 1
 HANG_S = 1
 
@@ -80,7 +91,7 @@ class Findings:
         self.keep, self.kinds = Path(keep), {}
 
     def add(self, where, text, data=None):
-        kind = (where.split()[0], signature(text))
+        kind = (where.partition(",")[0], signature(text))
         if kind in self.kinds:
             self.kinds[kind] += 1
             return
@@ -88,7 +99,7 @@ class Findings:
         note = ""
         if data is not None:
             self.keep.mkdir(parents=True, exist_ok=True)
-            path = self.keep / ("%s-%d" % (where.split()[0], len(self.kinds)))
+            path = self.keep / ("%s-%d" % (kind[0], len(self.kinds)))
             path.write_bytes(data)
             note = "\n    input %s: %r" % (path, data[:300])
         if len(self.kinds) <= SHOWN:
@@ -130,7 +141,9 @@ def fuzz_part(name, limit, seed, findings):
         if problem:
             kind = signature(problem)
             if (name, kind) not in findings.kinds:
-                data = fuzz_mutate.minimise(data, lambda smaller: signature(attempt(check, count, smaller) or "-") == kind)
+                data = fuzz_mutate.minimise(
+                    data, lambda smaller: signature(attempt(check, count, smaller) or "-") == kind
+                )
             findings.add("%s, seed %s, input %d" % (name, seed, count), problem, data)
     return count, "%d steps of the code, %d inputs kept" % (len(corpus.seen), len(corpus.inputs))
 
@@ -149,7 +162,7 @@ def fuzz_live_target(live, target, limit, seed, findings):
                 for problem in live.problems():
                     findings.add(where, problem)
             if live.half is None and limit.is_half_over():
-                target.close()
+                target.hang_up()
                 live.half = live.rest()
             worst = tuple(map(max, worst, live.bystander.worst))
     finally:
@@ -186,7 +199,9 @@ def parse(arguments):
     parser.add_argument("--seed")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--replay", metavar="FILE")
-    parser.add_argument("--keep", metavar="DIR", default=os.path.join(tempfile.gettempdir(), "mcpx-fuzz-%d" % os.getpid()))
+    parser.add_argument(
+        "--keep", metavar="DIR", default=os.path.join(tempfile.gettempdir(), "mcpx-fuzz-%d" % os.getpid())
+    )
     options = parser.parse_args(arguments)
     options.seed = options.seed or str(QUICK_SEED if options.quick else int(time.time()))
     options.target = options.target or known
@@ -220,7 +235,7 @@ def main(arguments):
         total += run_live(options.target, limit_of, options.seed, findings)
     for (where, _), count in findings.kinds.items():
         if count > 1:
-            print("%s: one kind of problem %d times" % (where, count))
+            print("%s: a kind of problem was seen %d times" % (where, count))
     print("%d inputs, %d problems" % (total, len(findings.kinds)))
     return 1 if findings.kinds else 0
 

@@ -7,6 +7,7 @@ usage: fuzz_child.py calm|wild
 says N messages drawn from S, some of them about the call itself, and last the true answer, on a line of its own.
 A wild one that is started with FUZZ_SEED in its environment lies in its handshake and its lists as well.
 """
+
 import json
 import os
 import random
@@ -15,11 +16,22 @@ import sys
 import fuzz_mutate
 
 TOOLS = [
-    {"name": "say", "description": "says what it is told", "inputSchema": {"type": "object"}, "annotations": {"readOnlyHint": True}},
+    {
+        "name": "say",
+        "description": "says what it is told",
+        "inputSchema": {"type": "object"},
+        "annotations": {"readOnlyHint": True},
+    },
     {"name": "wild", "inputSchema": {"type": "object", "properties": {"h": {"type": "integer", "x-mcp-header": "H"}}}},
 ]
-CAPABILITIES = {"tools": {"listChanged": True}, "resources": {"subscribe": True, "listChanged": True}, "prompts": {}, "logging": {},
-                "completions": {}, "tasks": {"list": {}, "cancel": {}, "requests": {"tools": {"call": {}}}}}
+CAPABILITIES = {
+    "tools": {"listChanged": True},
+    "resources": {"subscribe": True, "listChanged": True},
+    "prompts": {},
+    "logging": {},
+    "completions": {},
+    "tasks": {"list": {}, "cancel": {}, "requests": {"tools": {"call": {}}}},
+}
 META = "io.modelcontextprotocol/"
 LISTEN = {META + "subscriptionId": "ID"}
 
@@ -32,21 +44,116 @@ SAYINGS = [
     {"method": "notifications/resources/updated", "params": {"uri": "fuzz://one"}},
     {"method": "notifications/cancelled", "params": {"requestId": "q1", "reason": "r"}},
     {"method": "notifications/elicitation/complete", "params": {"elicitationId": "e"}},
-    {"method": "notifications/tasks/status", "params": {"taskId": "t", "status": "working", "createdAt": "a", "lastUpdatedAt": "b", "ttl": 1}},
+    {
+        "method": "notifications/tasks/status",
+        "params": {"taskId": "t", "status": "working", "createdAt": "a", "lastUpdatedAt": "b", "ttl": 1},
+    },
     {"method": "notifications/tasks", "params": {"taskId": "t", "status": "completed", "result": {}, "_meta": LISTEN}},
-    {"method": "notifications/subscriptions/acknowledged", "params": {"notifications": {"toolsListChanged": True}, "_meta": LISTEN}},
-    {"id": "q1", "method": "elicitation/create", "params": {"message": "m", "requestedSchema": {"type": "object", "properties": {"a": {"type": "string", "enum": ["x"], "default": "x"}}, "required": ["a"]}}},
-    {"id": "q2", "method": "elicitation/create", "params": {"mode": "url", "url": "https://example.test", "elicitationId": "e", "message": "m"}},
-    {"id": "q3", "method": "sampling/createMessage", "params": {"messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}], "maxTokens": 5, "tools": [{"name": "n", "inputSchema": {}}], "toolChoice": {"mode": "auto"}}},
+    {
+        "method": "notifications/subscriptions/acknowledged",
+        "params": {"notifications": {"toolsListChanged": True}, "_meta": LISTEN},
+    },
+    {
+        "id": "q1",
+        "method": "elicitation/create",
+        "params": {
+            "message": "m",
+            "requestedSchema": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "enum": ["x"], "default": "x"}},
+                "required": ["a"],
+            },
+        },
+    },
+    {
+        "id": "q2",
+        "method": "elicitation/create",
+        "params": {"mode": "url", "url": "https://example.test", "elicitationId": "e", "message": "m"},
+    },
+    {
+        "id": "q3",
+        "method": "sampling/createMessage",
+        "params": {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "t"}]}],
+            "maxTokens": 5,
+            "tools": [{"name": "n", "inputSchema": {}}],
+            "toolChoice": {"mode": "auto"},
+        },
+    },
     {"id": "q4", "method": "roots/list"},
     {"id": "q5", "method": "ping"},
     {"id": "q6", "method": "tasks/get", "params": {"taskId": "t"}},
-    {"id": "ID", "result": {"content": [{"type": "text", "text": "t", "annotations": {"priority": 1}}, {"type": "resource", "resource": {"uri": "fuzz://one", "text": "x"}}, {"type": "resource_link", "uri": "fuzz://two", "name": "n"}, {"type": "audio", "data": "", "mimeType": "m"}], "structuredContent": {"a": 1}, "_meta": {"k": None}, "isError": False}},
-    {"id": "ID", "result": {"task": {"taskId": "t", "status": "working", "createdAt": "a", "lastUpdatedAt": "b", "ttl": None, "pollInterval": 5}, "_meta": {META + "related-task": {"taskId": "t"}}}},
-    {"id": "ID", "result": {"resultType": "task", "taskId": "t", "status": "working", "createdAt": "a", "lastUpdatedAt": "b", "ttlMs": 5, "pollIntervalMs": 5}},
-    {"id": "ID", "result": {"resultType": "input_required", "requestState": "s", "inputRequests": {"k": {"method": "elicitation/create", "params": {"mode": "form", "message": "m", "requestedSchema": {"type": "object", "properties": {}}}}}}},
-    {"id": "ID", "error": {"code": -32042, "message": "m", "data": {"elicitations": [{"mode": "url", "url": "https://example.test", "elicitationId": "e", "message": "m"}]}}},
-    {"id": "ID", "error": {"code": -32602, "message": "m", "data": {"uri": "u", "requiredCapabilities": {}, "supported": ["2026-07-28"]}}},
+    {
+        "id": "ID",
+        "result": {
+            "content": [
+                {"type": "text", "text": "t", "annotations": {"priority": 1}},
+                {"type": "resource", "resource": {"uri": "fuzz://one", "text": "x"}},
+                {"type": "resource_link", "uri": "fuzz://two", "name": "n"},
+                {"type": "audio", "data": "", "mimeType": "m"},
+            ],
+            "structuredContent": {"a": 1},
+            "_meta": {"k": None},
+            "isError": False,
+        },
+    },
+    {
+        "id": "ID",
+        "result": {
+            "task": {
+                "taskId": "t",
+                "status": "working",
+                "createdAt": "a",
+                "lastUpdatedAt": "b",
+                "ttl": None,
+                "pollInterval": 5,
+            },
+            "_meta": {META + "related-task": {"taskId": "t"}},
+        },
+    },
+    {
+        "id": "ID",
+        "result": {
+            "resultType": "task",
+            "taskId": "t",
+            "status": "working",
+            "createdAt": "a",
+            "lastUpdatedAt": "b",
+            "ttlMs": 5,
+            "pollIntervalMs": 5,
+        },
+    },
+    {
+        "id": "ID",
+        "result": {
+            "resultType": "input_required",
+            "requestState": "s",
+            "inputRequests": {
+                "k": {
+                    "method": "elicitation/create",
+                    "params": {"mode": "form", "message": "m", "requestedSchema": {"type": "object", "properties": {}}},
+                }
+            },
+        },
+    },
+    {
+        "id": "ID",
+        "error": {
+            "code": -32042,
+            "message": "m",
+            "data": {
+                "elicitations": [{"mode": "url", "url": "https://example.test", "elicitationId": "e", "message": "m"}]
+            },
+        },
+    },
+    {
+        "id": "ID",
+        "error": {
+            "code": -32602,
+            "message": "m",
+            "data": {"uri": "u", "requiredCapabilities": {}, "supported": ["2026-07-28"]},
+        },
+    },
     {"id": "ID", "error": {"code": -32601, "message": "m"}},
     {"id": 99, "result": {}},
 ]
@@ -96,11 +203,18 @@ class Server:
             if self.kind == "wild" and "seed" in arguments:
                 self.say(request_id, arguments["seed"], arguments["count"])
             text = json.dumps(arguments.get("text"))
-            self.write(json.dumps({"jsonrpc": "2.0", "id": request_id, "result": {"content": [{"type": "text", "text": text}]}}).encode())
+            self.write(
+                json.dumps(
+                    {"jsonrpc": "2.0", "id": request_id, "result": {"content": [{"type": "text", "text": text}]}}
+                ).encode()
+            )
             return
         result = self.result_of(method, params)
-        self.send({"id": request_id, "result": result} if result is not None else {
-            "id": request_id, "error": {"code": -32601, "message": "Method not found"}})
+        self.send(
+            {"id": request_id, "result": result}
+            if result is not None
+            else {"id": request_id, "error": {"code": -32601, "message": "Method not found"}}
+        )
 
     def result_of(self, method, params):
         info = {"name": "\x1b[31mfuzz", "version": "1", "title": "\u202e"}
@@ -111,15 +225,25 @@ class Server:
             if os.environ.get("FUZZ_ERA") != "modern":
                 return None
             capabilities = {name: value for name, value in CAPABILITIES.items() if name != "tasks"}
-            return {"resultType": "complete", "supportedVersions": ["2026-07-28"], "capabilities": capabilities, "ttlMs": 0,
-                    "cacheScope": "private", "_meta": {META + "serverInfo": info}}
+            return {
+                "resultType": "complete",
+                "supportedVersions": ["2026-07-28"],
+                "capabilities": capabilities,
+                "ttlMs": 0,
+                "cacheScope": "private",
+                "_meta": {META + "serverInfo": info},
+            }
         return {
-            "ping": {}, "tools/list": {"tools": TOOLS}, "prompts/list": {"prompts": [{"name": "p", "arguments": [{"name": "a"}]}]},
+            "ping": {},
+            "tools/list": {"tools": TOOLS},
+            "prompts/list": {"prompts": [{"name": "p", "arguments": [{"name": "a"}]}]},
             "resources/list": {"resources": [{"uri": "fuzz://one", "name": "one"}]},
             "resources/templates/list": {"resourceTemplates": [{"uriTemplate": "fuzz://{x}", "name": "t"}]},
             "resources/read": {"contents": [{"uri": params.get("uri"), "text": "t"}]},
             "prompts/get": {"messages": [{"role": "user", "content": {"type": "text", "text": "t"}}]},
-            "completion/complete": {"completion": {"values": ["v"]}}, "resources/subscribe": {}, "resources/unsubscribe": {},
+            "completion/complete": {"completion": {"values": ["v"]}},
+            "resources/subscribe": {},
+            "resources/unsubscribe": {},
             "logging/setLevel": {},
         }.get(method)
 

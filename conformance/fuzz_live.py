@@ -3,6 +3,7 @@
 A bystander host calls all the time. Whatever the others send, the daemon must not log a mistake of its own, must
 not vanish, must not keep the bystander waiting, and must hold nothing when they have gone.
 """
+
 import glob
 import json
 import os
@@ -15,7 +16,6 @@ import threading
 import time
 from pathlib import Path
 
-import fuzz_child
 import fuzz_mutate
 import fuzz_parts
 from faults_watch import Watch, cpu_seconds, wait_for
@@ -34,13 +34,28 @@ GROWTH_KIB = 24 * 1024
 
 # Everything ends soon, so that a run comes to rest.
 SETTINGS = {
-    "http.auth": "none", "callTimeout": "5s", "startTimeout": "5s", "coldWait": "3s", "idleTimeout": "2s", "keep": "1s", "max": 6,
-    "cancelGrace": "1s", "question.timeout": "3s", "queueTimeout": "10s", "http.sessionTimeout": "5s", "backoff.first": "50ms",
-    "backoff.max": "200ms", "stop.eofGrace": "1s", "stop.termGrace": "1s",
+    "http.auth": "none",
+    "callTimeout": "5s",
+    "startTimeout": "5s",
+    "coldWait": "3s",
+    "idleTimeout": "2s",
+    "keep": "1s",
+    "max": 6,
+    "cancelGrace": "1s",
+    "question.timeout": "3s",
+    "queueTimeout": "10s",
+    "http.sessionTimeout": "5s",
+    "backoff.first": "50ms",
+    "backoff.max": "200ms",
+    "stop.eofGrace": "1s",
+    "stop.termGrace": "1s",
 }
 
 META = "io.modelcontextprotocol/"
-ENVELOPE = {META + "protocolVersion": "2026-07-28", META + "clientCapabilities": {"elicitation": {"form": {}}, "roots": {}, "sampling": {}}}
+ENVELOPE = {
+    META + "protocolVersion": "2026-07-28",
+    META + "clientCapabilities": {"elicitation": {"form": {}}, "roots": {}, "sampling": {}},
+}
 CAPABILITIES = {"elicitation": {"form": {}, "url": {}}, "sampling": {"tools": {}}, "roots": {"listChanged": True}}
 
 
@@ -60,8 +75,13 @@ class ShimHost:
         self.outgoing = queue.Queue()
         self.stderr = open(place.root / ("shim-%d.err" % time.monotonic_ns()), "w+b")
         self.process = subprocess.Popen(
-            place.mcpx("serve", name), env=place.env(), cwd=str(place.work), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.stderr)
+            place.mcpx("serve", name),
+            env=place.env(),
+            cwd=str(place.work),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+        )
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._write, daemon=True).start()
 
@@ -88,9 +108,12 @@ class ShimHost:
             self.news.notify_all()
 
     def _reply(self, question):
-        results = {"ping": {}, "roots/list": {"roots": [{"uri": "file:///tmp", "name": "n"}]},
-                   "elicitation/create": {"action": "accept", "content": {"a": "x"}},
-                   "sampling/createMessage": {"role": "assistant", "model": "m", "content": {"type": "text", "text": "t"}}}
+        results = {
+            "ping": {},
+            "roots/list": {"roots": [{"uri": "file:///tmp", "name": "n"}]},
+            "elicitation/create": {"action": "accept", "content": {"a": "x"}},
+            "sampling/createMessage": {"role": "assistant", "model": "m", "content": {"type": "text", "text": "t"}},
+        }
         reply = {"jsonrpc": "2.0", "id": question["id"], "result": results.get(question["method"], {})}
         if self.lies is not None and self.lies.random() < 0.5:
             self.send(fuzz_mutate.mutate_line(self.lies, reply))
@@ -128,7 +151,14 @@ class ShimHost:
             return key in self.answers
 
     def greet(self):
-        name = self.begin("initialize", {"protocolVersion": self.revision, "capabilities": CAPABILITIES, "clientInfo": {"name": "f", "version": "1"}})
+        name = self.begin(
+            "initialize",
+            {
+                "protocolVersion": self.revision,
+                "capabilities": CAPABILITIES,
+                "clientInfo": {"name": "f", "version": "1"},
+            },
+        )
         if not self.wait(name, 60):
             raise Failed("no answer to initialize")
         self.send(b'{"jsonrpc":"2.0","method":"notifications/initialized"}')
@@ -210,11 +240,19 @@ class Live:
     def configure(self):
         def server(kind, scope, **env):
             env["PYTHONDONTWRITEBYTECODE"] = "1"
-            return {"command": sys.executable, "args": [str(HERE / "fuzz_child.py"), kind], "env": env, "mcpx": {"scope": scope}}
+            return {
+                "command": sys.executable,
+                "args": [str(HERE / "fuzz_child.py"), kind],
+                "env": env,
+                "mcpx": {"scope": scope},
+            }
 
         servers = {
-            "calm": server("calm", "global"), "target": server("calm", "global"), "wild": server("wild", "global"),
-            "wild-modern": server("wild", "global", FUZZ_ERA="modern"), "born": server("wild", "session", FUZZ_SEED="{session}"),
+            "calm": server("calm", "global"),
+            "target": server("calm", "global"),
+            "wild": server("wild", "global"),
+            "wild-modern": server("wild", "global", FUZZ_ERA="modern"),
+            "born": server("wild", "session", FUZZ_SEED="{session}"),
             "born-modern": server("wild", "session", FUZZ_SEED="{session}", FUZZ_ERA="modern"),
         }
         self.servers = list(servers)
@@ -248,8 +286,12 @@ class Live:
         def at_rest():
             tables = self.watch.status()["tables"]
             # The bystander's own: its host, its call, the instance that serves it; the request that asks.
-            busy = {name: count for name, count in tables.items() if count > (1 if name in (
-                "calls", "leases", "tokens", "hosts", "instances", "slots", "requests") else 0)}
+            busy = {
+                name: count
+                for name, count in tables.items()
+                if count
+                > (1 if name in ("calls", "leases", "tokens", "hosts", "instances", "slots", "requests") else 0)
+            }
             return None if busy and busy != {"connections": 0} else tables
 
         wait_for(at_rest, 40, lambda: "rest; there are %s" % self.watch.status()["tables"])
@@ -297,16 +339,40 @@ class Live:
 # ---------------------------------------------------------------------------
 
 HOST_SAYINGS = [
-    {"id": 1, "method": "initialize", "params": {"protocolVersion": "2025-11-25", "capabilities": CAPABILITIES, "clientInfo": {"name": "n", "version": "1"}}},
+    {
+        "id": 1,
+        "method": "initialize",
+        "params": {
+            "protocolVersion": "2025-11-25",
+            "capabilities": CAPABILITIES,
+            "clientInfo": {"name": "n", "version": "1"},
+        },
+    },
     {"method": "notifications/initialized"},
     {"id": 2, "method": "tools/list", "params": {"cursor": "0.0"}},
-    {"id": "a", "method": "tools/call", "params": {"name": "say", "arguments": {"text": None, "list": []}, "_meta": {"progressToken": 5, "dev.mcpx/cwd": "/tmp", "k": []}}},
+    {
+        "id": "a",
+        "method": "tools/call",
+        "params": {
+            "name": "say",
+            "arguments": {"text": None, "list": []},
+            "_meta": {"progressToken": 5, "dev.mcpx/cwd": "/tmp", "k": []},
+        },
+    },
     {"id": "b", "method": "tools/call", "params": {"name": "say", "arguments": {}, "task": {"ttl": 5}}},
     {"id": "c", "method": "resources/read", "params": {"uri": "fuzz://one"}},
     {"id": "d", "method": "resources/subscribe", "params": {"uri": "fuzz://one"}},
     {"id": "e", "method": "resources/unsubscribe", "params": {"uri": "fuzz://one"}},
     {"id": "f", "method": "prompts/get", "params": {"name": "p", "arguments": {"a": "b"}}},
-    {"id": "g", "method": "completion/complete", "params": {"ref": {"type": "ref/prompt", "name": "p"}, "argument": {"name": "a", "value": "b"}, "context": {"arguments": {}}}},
+    {
+        "id": "g",
+        "method": "completion/complete",
+        "params": {
+            "ref": {"type": "ref/prompt", "name": "p"},
+            "argument": {"name": "a", "value": "b"},
+            "context": {"arguments": {}},
+        },
+    },
     {"id": "h", "method": "logging/setLevel", "params": {"level": "debug"}},
     {"id": "i", "method": "tasks/get", "params": {"taskId": "t"}},
     {"id": "i2", "method": "tasks/result", "params": {"taskId": "t"}},
@@ -314,9 +380,38 @@ HOST_SAYINGS = [
     {"id": "i4", "method": "tasks/list", "params": {"cursor": None}},
     {"id": "j", "method": "ping"},
     {"id": "k", "method": "server/discover", "params": {"_meta": ENVELOPE}},
-    {"id": "l", "method": "tools/call", "params": {"name": "say", "arguments": {"x": [1]}, "_meta": dict(ENVELOPE, progressToken="p", **{META + "logLevel": "debug", META + "clientInfo": {"name": "n", "version": "1"}})}},
-    {"id": "m", "method": "tools/call", "params": {"name": "say", "arguments": {}, "requestState": "v1.e30.x", "inputResponses": {"k": {"action": "accept", "content": {}}}, "_meta": ENVELOPE}},
-    {"id": "n", "method": "subscriptions/listen", "params": {"notifications": {"toolsListChanged": True, "resourceSubscriptions": ["fuzz://one"], "taskIds": ["t"]}, "_meta": ENVELOPE}},
+    {
+        "id": "l",
+        "method": "tools/call",
+        "params": {
+            "name": "say",
+            "arguments": {"x": [1]},
+            "_meta": dict(
+                ENVELOPE,
+                progressToken="p",
+                **{META + "logLevel": "debug", META + "clientInfo": {"name": "n", "version": "1"}}
+            ),
+        },
+    },
+    {
+        "id": "m",
+        "method": "tools/call",
+        "params": {
+            "name": "say",
+            "arguments": {},
+            "requestState": "v1.e30.x",
+            "inputResponses": {"k": {"action": "accept", "content": {}}},
+            "_meta": ENVELOPE,
+        },
+    },
+    {
+        "id": "n",
+        "method": "subscriptions/listen",
+        "params": {
+            "notifications": {"toolsListChanged": True, "resourceSubscriptions": ["fuzz://one"], "taskIds": ["t"]},
+            "_meta": ENVELOPE,
+        },
+    },
     {"id": "o", "method": "tools/list", "params": {"_meta": ENVELOPE}},
     {"id": "p", "method": "tasks/update", "params": {"taskId": "t", "inputResponses": {}, "_meta": ENVELOPE}},
     {"method": "notifications/cancelled", "params": {"requestId": "a", "reason": "r"}},
@@ -359,10 +454,13 @@ class HostTarget:
         host.answers.clear()
         return found
 
-    def close(self):
+    def hang_up(self):
+        """Leave nothing connected; the next step connects anew."""
         for host in self.hosts.values():
             host.close()
         self.hosts = {}
+
+    close = hang_up
 
 
 # ---------------------------------------------------------------------------
@@ -373,7 +471,12 @@ class HostTarget:
 def post(path, value, *headers):
     """An HTTP request with a JSON body, as bytes."""
     body = json.dumps(value).encode()
-    lines = ["POST %s HTTP/1.1" % path, "Host: localhost", "Content-Type: application/json", "Accept: application/json, text/event-stream"]
+    lines = [
+        "POST %s HTTP/1.1" % path,
+        "Host: localhost",
+        "Content-Type: application/json",
+        "Accept: application/json, text/event-stream",
+    ]
     lines += list(headers) + ["Content-Length: %d" % len(body)]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -397,22 +500,55 @@ class HttpTarget:
         kind = rng.randrange(8)
         message = dict({"jsonrpc": "2.0"}, **rng.choice(HOST_SAYINGS))
         if kind < 3:
-            modern = isinstance(message.get("params"), dict) and "_meta" in message["params"] and META + "protocolVersion" in message["params"]["_meta"]
-            headers = modern_headers(message) if modern else ["Mcp-Session-Id: SESSION", "MCP-Protocol-Version: 2025-11-25"]
+            modern = (
+                isinstance(message.get("params"), dict)
+                and "_meta" in message["params"]
+                and META + "protocolVersion" in message["params"]["_meta"]
+            )
+            headers = (
+                modern_headers(message) if modern else ["Mcp-Session-Id: SESSION", "MCP-Protocol-Version: 2025-11-25"]
+            )
             value = fuzz_mutate.mutate_value(rng, message) if rng.random() < 0.7 else message
             return post("/mcp/" + rng.choice(("target", "target,calm", "wild", "nobody", "a%00")), value, *headers)
         if kind == 3:
             return post("/mcp/target", dict({"jsonrpc": "2.0"}, **HOST_SAYINGS[0]))
         if kind == 4:
             method = rng.choice(("GET", "DELETE", "OPTIONS", "PUT", "HEAD"))
-            path = rng.choice(("/mcp/target", "/v1/events", "/v1/status", "/v1/openapi.json", "/v1/tools?server=target", "/", "*"))
-            return ("%s %s HTTP/1.1\r\nHost: localhost\r\nMcp-Session-Id: SESSION\r\nLast-Event-ID: 0-0\r\nAccept: */*\r\n\r\n" % (method, path)).encode()
-        path, body = rng.choice([
-            ("/v1/call", {"server": "target", "tool": "say", "arguments": {"a": 1}, "session": "s", "cwd": "/tmp", "parentSession": "p"}),
-            ("/v1/resource", {"server": "target", "uri": "fuzz://one"}), ("/v1/prompt", {"server": "target", "prompt": "p", "arguments": {}}),
-            ("/v1/complete", {"server": "target", "ref": {"type": "ref/prompt", "name": "p"}, "argument": {"name": "a", "value": ""}}),
-            ("/v1/asks/1", {"action": "accept", "content": {}}), ("/v1/restart", {"name": "nobody"}), ("/v1/reload", {}),
-        ])
+            path = rng.choice(
+                ("/mcp/target", "/v1/events", "/v1/status", "/v1/openapi.json", "/v1/tools?server=target", "/", "*")
+            )
+            return (
+                "%s %s HTTP/1.1\r\nHost: localhost\r\nMcp-Session-Id: SESSION\r\n"
+                "Last-Event-ID: 0-0\r\nAccept: */*\r\n\r\n" % (method, path)
+            ).encode()
+        path, body = rng.choice(
+            [
+                (
+                    "/v1/call",
+                    {
+                        "server": "target",
+                        "tool": "say",
+                        "arguments": {"a": 1},
+                        "session": "s",
+                        "cwd": "/tmp",
+                        "parentSession": "p",
+                    },
+                ),
+                ("/v1/resource", {"server": "target", "uri": "fuzz://one"}),
+                ("/v1/prompt", {"server": "target", "prompt": "p", "arguments": {}}),
+                (
+                    "/v1/complete",
+                    {
+                        "server": "target",
+                        "ref": {"type": "ref/prompt", "name": "p"},
+                        "argument": {"name": "a", "value": ""},
+                    },
+                ),
+                ("/v1/asks/1", {"action": "accept", "content": {}}),
+                ("/v1/restart", {"name": "nobody"}),
+                ("/v1/reload", {}),
+            ]
+        )
         return post(path, fuzz_mutate.mutate_value(rng, body) if rng.random() < 0.8 else body)
 
     def step(self, number):
@@ -438,7 +574,9 @@ class HttpTarget:
         link.settimeout(ANSWER_LIMIT_S)
         answer, complete = b"", False
         with link:
-            link.connect(glob.glob(str(self.live.place.root) + "/r/mcpx/*.sock")[0] if local else ("127.0.0.1", self.live.port))
+            link.connect(
+                glob.glob(str(self.live.place.root) + "/r/mcpx/*.sock")[0] if local else ("127.0.0.1", self.live.port)
+            )
             try:
                 for piece in [data] if rng.random() < 0.5 else split(rng, data):
                     link.sendall(piece)
@@ -456,8 +594,10 @@ class HttpTarget:
                 complete = False
         return answer, complete and bool(data.strip(b"\r\n"))
 
-    def close(self):
-        pass
+    def hang_up(self):
+        """Nothing stays connected between steps."""
+
+    close = hang_up
 
 
 def split(rng, data):
@@ -485,7 +625,9 @@ class ChildTarget:
         revision = rng.choice(("2025-11-25", "2025-06-18", "2024-11-05"))
         host = self.hosts.get((server, revision))
         if host is None or host.process.poll() is not None:
-            host = self.hosts[(server, revision)] = ShimHost(self.live.place, server, revision, random.Random("%s lies" % self.seed)).greet()
+            host = self.hosts[(server, revision)] = ShimHost(
+                self.live.place, server, revision, random.Random("%s lies" % self.seed)
+            ).greet()
         found, names = [], []
         for index in range(rng.randint(1, 4)):
             arguments = {"seed": "%s.%d.%d" % (self.seed, number, index), "count": rng.randint(1, 15), "h": 1}
@@ -509,25 +651,34 @@ class ChildTarget:
                 found.append("a server was sent what is no message, see %s" % path.name)
         return found
 
-    def close(self):
+    def hang_up(self):
+        """Leave nothing connected; the next step connects anew."""
         for host in self.hosts.values():
             host.close()
         self.hosts = {}
+
+    close = hang_up
 
 
 # ---------------------------------------------------------------------------
 # Too much of it
 # ---------------------------------------------------------------------------
 
+
 def long_line(middle):
-    return b'{"jsonrpc":"2.0","id":"big","method":"tools/call","params":{"name":"say","arguments":{"a":' + middle + b"}}}"
+    return (
+        b'{"jsonrpc":"2.0","id":"big","method":"tools/call","params":{"name":"say","arguments":{"a":' + middle + b"}}}"
+    )
 
 
 # name -> (whether it goes over HTTP, the bytes)
 FLOODS = {
     "300,000 empty objects": (False, lambda: b"{}\n" * 300000),
     "300,000 lines of noise": (False, lambda: b"x\n" * 300000),
-    "20,000 requests for a list": (False, lambda: b"".join(b'{"jsonrpc":"2.0","id":%d,"method":"tools/list"}\n' % n for n in range(20000))),
+    "20,000 requests for a list": (
+        False,
+        lambda: b"".join(b'{"jsonrpc":"2.0","id":%d,"method":"tools/list"}\n' % n for n in range(20000)),
+    ),
     "a batch of 200,000": (False, lambda: b"[" + b"{}," * 200000 + b"{}]"),
     "brackets without end": (False, lambda: b"[" * 8000000),
     "a number of four million digits": (False, lambda: long_line(b"9" * 4000000)),
@@ -538,7 +689,11 @@ FLOODS = {
     "60,000 pipelined requests": (True, lambda: b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 60000),
     "9,000 headers": (True, lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 9000 + b"\r\n"),
     "a header without end": (True, lambda: b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * 4000000),
-    "a million tiny chunks": (True, lambda: b"POST /mcp/target HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 1000000),
+    "a million tiny chunks": (
+        True,
+        lambda: b"POST /mcp/target HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 1000000,
+    ),
     "a target of 60,000 bytes": (True, lambda: b"GET /mcp/" + b"%41" * 20000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     "10,000 server names": (True, lambda: post("/mcp/" + ",".join(["target"] * 8000), HOST_SAYINGS[0])),
     "a million empty lines": (False, lambda: b"\n" * 1000000),
@@ -595,8 +750,10 @@ class FloodTarget:
         except OSError:
             return  # it was refused in the middle, as it should be
 
-    def close(self):
-        pass
+    def hang_up(self):
+        """Nothing stays connected between steps."""
+
+    close = hang_up
 
 
 # ---------------------------------------------------------------------------
@@ -604,10 +761,29 @@ class FloodTarget:
 # ---------------------------------------------------------------------------
 
 DAEMON_SAYINGS = [
-    b"c welcome 0.1.0 67108864 0.5 0.5 134217728", b"c welcome", b"c welcome x y z", b"c bye mcpx stop", b"c fail no such server", b"c",
-    b'a1 {"jsonrpc":"2.0","id":"own-1","result":{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{"name":"n","version":"1"}}}',
-    b"a1", b"a", b"ax {}", b"a99999999999999999999 {}", b"d1", b"d", b"dx", b'm {"jsonrpc":"2.0","method":"notifications/x"}', b"m", b"s {}", b"s",
-    b's {"initialize":5,"revision":"2025-11-25","used":[1],"subscriptions":7}', b"HTTP/1.1 400 Bad Request", b"\xff\xfe", b"\0", b"",
+    b"c welcome 0.1.0 67108864 0.5 0.5 134217728",
+    b"c welcome",
+    b"c welcome x y z",
+    b"c bye mcpx stop",
+    b"c fail no such server",
+    b"c",
+    b'a1 {"jsonrpc":"2.0","id":"own-1","result":{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{}}}',
+    b"a1",
+    b"a",
+    b"ax {}",
+    b"a99999999999999999999 {}",
+    b"d1",
+    b"d",
+    b"dx",
+    b'm {"jsonrpc":"2.0","method":"notifications/x"}',
+    b"m",
+    b"s {}",
+    b"s",
+    b's {"initialize":5,"revision":"2025-11-25","used":[1],"subscriptions":7}',
+    b"HTTP/1.1 400 Bad Request",
+    b"\xff\xfe",
+    b"\0",
+    b"",
 ]
 
 
@@ -619,7 +795,15 @@ class ShimTarget:
     def __init__(self, live, seed):
         self.live, self.seed = live, seed
         self.place = Place("shim")
-        self.place.configure({"calm": {"command": sys.executable, "args": [str(HERE / "fuzz_child.py"), "calm"], "mcpx": {"scope": "global"}}})
+        self.place.configure(
+            {
+                "calm": {
+                    "command": sys.executable,
+                    "args": [str(HERE / "fuzz_child.py"), "calm"],
+                    "mcpx": {"scope": "global"},
+                }
+            }
+        )
         config = str(self.place.dirs["XDG_CONFIG_HOME"] / "mcpx" / "config.json")
         self.path = fuzz_parts.mcpx.socket_path(config, self.place.env())
         os.makedirs(os.path.dirname(self.path), 0o700, exist_ok=True)
@@ -632,7 +816,10 @@ class ShimTarget:
         listener.listen(5)
         listener.settimeout(10)
         host = ShimHost(self.place, "calm")
-        host.begin("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "f", "version": "1"}})
+        host.begin(
+            "initialize",
+            {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "f", "version": "1"}},
+        )
         try:
             link, _ = listener.accept()
             self.lie(rng, link)
@@ -644,9 +831,14 @@ class ShimTarget:
                 os.unlink(self.path)
         found = []
         # What was taken for the answer to initialize is the liar's; everything after it must work.
-        name = host.begin("initialize", {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "f", "version": "1"}})
+        name = host.begin(
+            "initialize",
+            {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "f", "version": "1"}},
+        )
         if not host.wait(name, 40):
-            found.append("a shim did not find back to its daemon: alive %s, %s" % (host.process.poll() is None, host.said()))
+            found.append(
+                "a shim did not find back to its daemon: alive %s, %s" % (host.process.poll() is None, host.said())
+            )
         host.noise = []  # a shim passes on what its daemon says, as it is
         found += host.problems()
         host.close()
@@ -669,6 +861,9 @@ class ShimTarget:
             return  # the shim has hung up, which is a good answer
         finally:
             link.close()
+
+    def hang_up(self):
+        """Nothing stays connected between steps."""
 
     def close(self):
         left = self.place.leftovers()

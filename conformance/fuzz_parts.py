@@ -4,6 +4,7 @@ Each part has seeds, the pieces that mutations draw on, and `check(rng, data)`, 
 promises is broken. A promise is never "does not raise" alone: what was read must be the same however the bytes
 were cut, what is written must read as what was meant, and two parsers must not see two requests.
 """
+
 import json
 import os
 import sys
@@ -107,7 +108,7 @@ def check_json(rng, data):
         return
     if kind == "notification":
         return
-    for new_id in (rng.randrange(10 ** 9), "own \u00e9 \"id\""):
+    for new_id in (rng.randrange(10**9), 'own \u00e9 "id"'):
         changed = mcpx.with_id(line, message, new_id)
         promise(b"\n" not in changed and b"\r" not in changed, "a line end in %r", changed[:200])
         promise(mcpx.parse_json(changed) == dict(message, id=new_id), "with_id made %r", changed[:300])
@@ -125,8 +126,13 @@ def check_json(rng, data):
 class Settings:
     """Stands in for the configuration: small limits, so that they are reached."""
 
-    values = {"limits.lineBytes": 5000, "http.headBytes": 4096, "limits.hostQueueBytes": 1 << 20, "http.connections": 9,
-              "transport.sessionMetaKeys": []}
+    values = {
+        "limits.lineBytes": 5000,
+        "http.headBytes": 4096,
+        "limits.hostQueueBytes": 1 << 20,
+        "http.connections": 9,
+        "transport.sessionMetaKeys": [],
+    }
 
     def get(self, name, _server=None):
         return self.values[name]
@@ -249,9 +255,12 @@ def same_request(ours, theirs):
 
 HTTP_SEEDS = [
     b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    b"POST /mcp/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhelloGET / HTTP/1.1\r\nHost: b\r\n\r\n",
-    b"POST /mcp/a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\nGET / HTTP/1.1\r\nHost: b\r\n\r\n",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;a=b\r\nx\r\n0\r\nTrailer: 1\r\n\r\nGET /2 HTTP/1.0\r\n\r\n",
+    b"POST /mcp/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 5\r\n\r\nhello"
+    b"GET / HTTP/1.1\r\nHost: b\r\n\r\n",
+    b"POST /mcp/a HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+    b"GET / HTTP/1.1\r\nHost: b\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1;a=b\r\nx\r\n0\r\nTrailer: 1\r\n\r\n"
+    b"GET /2 HTTP/1.0\r\n\r\n",
     b"\r\nDELETE /mcp/a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\nGET /not-read HTTP/1.1\r\nHost: a\r\n\r\n",
     b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nhi",
 ]
@@ -276,9 +285,11 @@ def check_http(rng, data):
 
 CONFIG_SEEDS = [
     b'{"mcpServers": {"a": {"command": "x", "args": ["{cwd}", "${HOME:-y}"], "env": {"TOKEN": "${A}"}, "cwd": "~",\n'
-    b' "mcpx": {"scope": "cwd", "max": 3, "idleTimeout": "5m", "stop": {"eofGrace": 1}}}}, // c\n "mcpx": {"log.level": "info",}, }',
+    b' "mcpx": {"scope": "cwd", "max": 3, "idleTimeout": "5m", "stop": {"eofGrace": 1}}}}, // c\n'
+    b' "mcpx": {"log.level": "info",}, }',
     b'{"mcp": {"servers": {"b": {"command": ["x", "y"], "environment": {}, "enabled": false, "url": ""}}}, /* c */}',
-    b'\xef\xbb\xbf{"servers": {}, "mcpx": {"limits": {"hosts": 5}, "transport.sessionMetaKeys": ["a"], "http.listen": ":1"}}',
+    b'\xef\xbb\xbf{"servers": {}, "mcpx": {"limits": {"hosts": 5}, "transport.sessionMetaKeys": ["a"],'
+    b' "http.listen": ":1"}}',
 ]
 
 
@@ -307,10 +318,32 @@ def check_config(_rng, data):
 
 
 CONFIG_PIECES = fuzz_mutate.JSON_PIECES + [
-    b"// c\n", b"/* ", b" */", b",", b",,", b'"mcpx":', b'"scope":"nowhere"', b'"max":-1', b'"idleTimeout":"5 y"', b"${", b"${A}",
-    b"${A:-${B}}", b"{cwd}", b"{nothing}", b'"env":{"A=B":"c"}', b'"env":{"":"x"}', b'"envFile":"/dev/zero"', b'"envFile":"/"',
-    b'"cwd":"\\u0000"', b'"command":"\\u0000"', b'"command":["a",5]', b'"http.listen":"[::1"', b'"limits.lineBytes":"9e9"',
-    b'"a":1,"a":2', b'"idleTimeout":1e400', b'"max":' + b"9" * 5000,
+    b"// c\n",
+    b"/* ",
+    b" */",
+    b",",
+    b",,",
+    b'"mcpx":',
+    b'"scope":"nowhere"',
+    b'"max":-1',
+    b'"idleTimeout":"5 y"',
+    b"${",
+    b"${A}",
+    b"${A:-${B}}",
+    b"{cwd}",
+    b"{nothing}",
+    b'"env":{"A=B":"c"}',
+    b'"env":{"":"x"}',
+    b'"envFile":"/dev/zero"',
+    b'"envFile":"/"',
+    b'"cwd":"\\u0000"',
+    b'"command":"\\u0000"',
+    b'"command":["a",5]',
+    b'"http.listen":"[::1"',
+    b'"limits.lineBytes":"9e9"',
+    b'"a":1,"a":2',
+    b'"idleTimeout":1e400',
+    b'"max":' + b"9" * 5000,
 ]
 
 # name -> (seeds, pieces, check, most bytes of an input)
