@@ -71,9 +71,13 @@ AFTERMATH_S = {"child wire": 8.0, "daemon": 2.5, "child": 2.5}
 GROWTH_KIB = 16 * 1024
 # Idle time, the graces of a server that does not go, and what a loaded machine adds.
 REST_LIMIT_S = 25
+OWN_LIMIT_S = 80
+OWN_TABLES = ("tokens", "instances", "slots")
 PROBLEMS_SHOWN = 15
-# Files that are made when they are first needed, and then stay.
-ONCE = {"state/mcpx/starter-H.lock", "state/mcpx/secret", "state/mcpx/token"}
+# Files that are made when they are first needed and then stay, and how many of a kind: the code that runs and the
+# code before it are kept by an upgrade.
+STAYING = {"state/mcpx/starter-H.lock": 1, "state/mcpx/secret": 1, "state/mcpx/token": 1, "state/mcpx/code": 1}
+STAYING["state/mcpx/code/mcpx-H.py"] = 2
 
 # mode -> kinds of faults, with how often each is drawn. "gentle" ones do no harm: every call must have its result.
 GENTLE = {
@@ -754,19 +758,16 @@ class Driver:
             *(self.remove_host(host, rng.choice(("orderly", "orderly", "kill", "vanish"))) for host in hosts)
         )
 
-        def at_rest(status):
-            tables = dict(status["tables"])
-            return not any(tables.values()) if tables else False
-
-        deadline, status = time.monotonic() + REST_LIMIT_S, None
-        while time.monotonic() < deadline:
-            status = await self.status()
-            if status is not None and at_rest(status):
-                break
+        began, tables = time.monotonic(), None
+        while tables is None or any(tables.values()):
+            # A server that has lost a request of mcpx's own is kept until that is given up.
+            own_only = tables is not None and not any(tables[name] for name in tables if name not in OWN_TABLES)
+            if time.monotonic() - began > (OWN_LIMIT_S if own_only else REST_LIMIT_S):
+                self.problem("not at rest without hosts: %s" % tables)
+                return
             await asyncio.sleep(0.1)
-        else:
-            self.problem("not at rest without hosts: %s" % (status and status["tables"]))
-            return
+            status = await self.status()
+            tables = status["tables"] if status is not None else None
         # A look of ours may still be leaving while the next one counts.
         looks = [await self.in_thread(self.watch.footprint) for _ in range(3)]
         now = dict(
@@ -780,7 +781,8 @@ class Driver:
         for what in ("descriptors", "processes"):
             if now[what] > self.base[what]:
                 self.problem("%s at rest: %d at first, %d now" % (what, self.base[what], now[what]))
-        more = {name for name in files - self.base["files"] - ONCE if "/logs/" not in name and "/cache/" not in name}
+        more = [name for name, count in files.items() if count > max(self.base["files"][name], STAYING.get(name, 0))]
+        more = [name for name in more if "/logs/" not in name and "/cache/" not in name]
         if more:
             self.problem("files that were not there at first: %s" % sorted(more)[:8])
         known = self.rest_before.setdefault(now["pid"], now["memory"])

@@ -4,6 +4,7 @@ Shared by `faults.py` and `fuzz.py`. Nothing here changes anything; the socket i
 `mcpx status --json`, because starting a program for every look would cost more than the looks are worth.
 """
 
+import collections
 import json
 import os
 import re
@@ -139,12 +140,12 @@ class Watch:
         }
 
     def files(self):
-        """The names of all files that mcpx has written, with what differs from run to run taken out."""
-        names = set()
+        """How many files mcpx has written, by name; what differs from run to run is taken out of the names."""
+        names = collections.Counter()
         for top in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR", "TMPDIR"):
             for path in self.place.dirs[top].rglob("*"):
                 name = str(path.relative_to(self.place.root))
-                names.add(re.sub(r"\d{4,}", "N", re.sub(r"[0-9a-f]{12,}", "H", name)))
+                names[re.sub(r"\d{4,}", "N", re.sub(r"[0-9a-f]{12,}", "H", name))] += 1
         return names
 
 
