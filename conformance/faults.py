@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Many hosts on stateful servers, and everything breaks: nobody may notice more than a delay or one honest error.
 
-usage: faults.py [--seed N] [--seconds N] [--faults N] [--hosts N] [--mode NAME] [--upgrade] [--holder] [--quick]
+usage: faults.py [--seed N] [--seconds N] [--faults N] [--hosts N] [--mode NAME] [--upgrade] [--holder]
+                 [--quick] [--keep]
 
     --seed N      where chance starts (from the clock); printed, and the same seed chooses the same again
     --seconds N   how long to go on (60); with --faults, whichever comes last
@@ -9,6 +10,7 @@ usage: faults.py [--seed N] [--seconds N] [--faults N] [--hosts N] [--mode NAME]
     --hosts N     hosts at a time (10)
     --mode NAME   only faults of one mode (see MODES), instead of another mode in each epoch
     --upgrade     also upgrade the daemon in mid-flight, by `mcpx.py reload --upgrade`
+    --keep        leave the directories, for a look at the logs
     --holder      also kill what keeps the children's pipes, and expect children to outlive the daemon
     --quick       what CI runs: a fixed seed, about half a minute
 
@@ -415,31 +417,30 @@ class Driver:
     # -- faults --------------------------------------------------------------------
 
     async def fault(self, kind, rng):
-        """Let one fault happen, and wait until it is over."""
+        """Let one fault happen and wait until it is over; returns whether there was anything for it to strike."""
         where, _, what = kind.partition(" ")
         order = {"fault": what, "at": rng.random(), "seconds": rng.uniform(0.02, 0.5), "pieces": rng.choice((2, 7, 40))}
         if where in ("host", "http") and what != "vanish":
-            await self._harm_host_wire("stdio" if where == "host" else "http", order, rng)
-        elif kind in ("kill shim", "host vanish"):
-            await self._lose_host(kind, rng)
-        elif where == "wire":
-            await self._harm_child_wire(order, rng)
-        elif where == "link":
-            await self._harm_link(order, rng)
-        elif kind in ("kill child", "kill wire"):
-            await self._kill_child(kind, rng)
-        elif kind == "call die":
-            await self._call_die(rng)
-        elif where == "stop":
-            await self._stop(what, rng)
-        elif kind == "deaf host":
-            await self._deafen(rng)
-        elif kind == "kill daemon":
-            await self._kill_daemon()
-        elif kind == "kill holder":
-            self._kill_holder()
-        elif kind == "upgrade":
-            await self._upgrade()
+            return await self._harm_host_wire("stdio" if where == "host" else "http", order, rng)
+        if kind in ("kill shim", "host vanish"):
+            return await self._lose_host(kind, rng)
+        if where == "wire":
+            return await self._harm_child_wire(order, rng)
+        if where == "link":
+            return await self._harm_link(order, rng)
+        if kind in ("kill child", "kill wire"):
+            return await self._kill_child(kind, rng)
+        if kind == "call die":
+            return await self._call_die(rng)
+        if where == "stop":
+            return await self._stop(what, rng)
+        if kind == "deaf host":
+            return await self._deafen(rng)
+        if kind == "kill daemon":
+            return await self._kill_daemon()
+        if kind == "kill holder":
+            return self._kill_holder()
+        return await self._upgrade()
 
     async def _harm_host_wire(self, transport, order, rng):
         hosts = [host for host in self.hosts if host.kind == transport]
@@ -447,12 +448,13 @@ class Driver:
             host = rng.choice(hosts)
             host.harms.append(order)
             self.begin(host, rng)
+        return bool(hosts)
 
     async def _harm_link(self, order, rng):
         """Between a shim and the daemon."""
         hosts = [host for host in self.hosts if host.relayed]
         if not hosts:
-            return
+            return False
         host = rng.choice(hosts)
         over = self.harm("link", lambda call: call.host is host, 1.0) if order["fault"] == "cut" else None
         host.link_harms.append(order)
@@ -460,35 +462,33 @@ class Driver:
         await asyncio.sleep(0.2)
         if over is not None:
             over()
+        return True
 
     async def _lose_host(self, kind, rng):
         hosts = [host for host in self.hosts if host.kind == "stdio"]
         if hosts:
             await self.remove_host(rng.choice(hosts), "kill" if kind == "kill shim" else "vanish")
+        return bool(hosts)
 
     async def _harm_child_wire(self, order, rng):
         wires = [wire for wire in self.wires if is_running(wire.pid)]
         if not wires:
-            return
+            return False
         wire, order["side"] = rng.choice(wires), rng.choice(("in", "out"))
-        harmful = (
-            order["fault"] not in ("delay", "split", "twice") or order["fault"] == "twice" and order["side"] == "in"
-        )
-        if order["fault"] == "twice" and order["side"] == "in":
+        if order["fault"] == "twice":
             order["side"] = "out"  # a pipe does not double what a server is told; a server may well say a thing twice
-            harmful = False
-        over = (
-            self.harm("child wire", lambda call: call.server == wire.server, AFTERMATH_S["child wire"])
-            if harmful
-            else None
-        )
-        wire.order(order)
+        over = None
+        if order["fault"] not in ("delay", "split", "twice"):
+            over = self.harm("child wire", lambda call: call.server == wire.server, AFTERMATH_S["child wire"])
+        # It must not strike later, when it is not expected any more.
+        wire.order(dict(order, until=time.time() + 0.5))
         hosts = [host for host in self.hosts if wire.server in host.servers]
         if hosts:
             self.begin(rng.choice(hosts), rng, server=wire.server)
         await asyncio.sleep(order["seconds"] if order["fault"] == "delay" else 0.1)
         if over is not None:
             over()
+        return True
 
     async def _kill_child(self, kind, rng):
         wires = [wire for wire in self.wires if is_running(wire.pid)]
@@ -498,16 +498,18 @@ class Driver:
             self.kill(wire.child if kind == "kill child" else wire.pid)
             await asyncio.sleep(0.1)
             over()
+        return bool(wires)
 
     async def _call_die(self, rng):
         if not self.hosts:
-            return
+            return False
         host = rng.choice(self.hosts)
         server = rng.choice(host.servers)
         over = self.harm("child", lambda call: call.server == server, AFTERMATH_S["child"])
         self.begin(host, rng, tool=rng.choice(("die", "dielook")), server=server)
         await asyncio.sleep(0.2)
         over()
+        return True
 
     async def _stop(self, what, rng):
         if what == "daemon":
@@ -521,6 +523,7 @@ class Driver:
             self.kill(pid, signal.SIGSTOP)
             await asyncio.sleep(rng.uniform(0.05, 0.7))
             self.kill(pid, signal.SIGCONT)
+        return bool(pids)
 
     async def _deafen(self, rng):
         hosts = [host for host in self.hosts if host.kind == "stdio"]
@@ -531,6 +534,7 @@ class Driver:
                 self.begin(host, rng, tool="fat")
             await asyncio.sleep(rng.uniform(0.1, 0.6))
             host.may_read.set()
+        return bool(hosts)
 
     async def _kill_daemon(self):
         children = {wire.child for wire in self.wires if is_running(wire.child)}
@@ -549,6 +553,7 @@ class Driver:
                 host.lost_session = False
                 await host.again()
         over()
+        return True
 
     async def find_daemon(self, old, seconds):
         """Wait for a daemon after `old`: hosts start it with their next requests, or a person with a command."""
@@ -567,6 +572,7 @@ class Driver:
         holder = (self.watch.status() or {}).get("holder") or {}
         if holder.get("pid"):
             self.kill(holder["pid"])
+        return bool(holder.get("pid"))
 
     async def _upgrade(self):
         """The daemon goes on with other code: nothing ends, nothing is lost, and nobody is excused."""
@@ -576,14 +582,15 @@ class Driver:
             self.problem("reload --upgrade ended with %d: %s" % (code, (err or out)[-300:]))
         after = await self.status()
         if self.killed_daemon or before is None:
-            return
+            return True
         if after is None or after["daemon"]["pid"] != old:
             self.problem("the daemon is another process after an upgrade")
-            return
+            return True
         pids = {instance["id"]: instance["pid"] for instance in before["instances"]}
         for instance in after["instances"]:
             if pids.get(instance["id"], instance["pid"]) != instance["pid"]:
                 self.problem("instance %s has another process after an upgrade" % instance["id"])
+        return True
 
     def kill(self, pid, number=signal.SIGKILL):
         try:
@@ -621,10 +628,11 @@ class Driver:
         work += [
             self._later(rng.uniform(0, 0.3), self.fault, kind, random.Random(rng.randrange(1 << 30))) for kind in chosen
         ]
-        await asyncio.gather(*work)
-        self.counts["faults"] += len(chosen)
-        for kind in chosen:
-            self.counts[kind] += 1
+        done = await asyncio.gather(*work)
+        for kind, happened in zip(chosen, done[-len(chosen) :]):
+            if happened:
+                self.counts["faults"] += 1
+                self.counts[kind] += 1
         await self._written()
         await self._count_in_flight()
         gate.touch()
@@ -634,9 +642,7 @@ class Driver:
 
     async def _later(self, delay, function, *arguments):
         await asyncio.sleep(delay)
-        done = function(*arguments)
-        if asyncio.iscoroutine(done):
-            await done
+        return await function(*arguments)
 
     async def _burst(self, seed):
         rng = random.Random(seed)

@@ -3,8 +3,8 @@
 usage: faults_wire.py COMMAND [ARGUMENT ...]
 
 Connects to the socket named by FAULTS_CONTROL and says who it is; each line that comes back is an order for the
-next line on one side: {"side": "in" | "out", "fault": ..., "seconds": ...}. It answers with the beginning of the line
-that was hit, so that the driver can tell which call that was. Without anybody to order it, it only relays.
+next line on one side, {"side": "in" | "out", "fault": ..., "until": wall time, ...}. It answers with the beginning
+of the line that was hit. Without anybody to order it, it only relays.
 """
 
 import json
@@ -72,6 +72,9 @@ class Side:
             self.buffer, self.relayed = b"", True
 
     def damage(self, order, line):
+        if time.time() > order["until"]:
+            self.write(line + b"\n")
+            return
         fault, at = order["fault"], int(order["at"] * len(line))
         self.report(dict(order, line=line[:REPORT_BYTES].decode("latin-1"), tail=line[-200:].decode("latin-1")))
         if fault == "split":
