@@ -204,7 +204,7 @@ class Pipe:
 def serve(pieces):
     """The requests that mcpx reads out of a byte stream, and all that it wrote."""
     front, pipe = Front(), Pipe()
-    connection = mcpx.HttpConnection(front, pipe, False)
+    connection = mcpx.HttpConnection(front, pipe, False, None)
     for piece in pieces:
         if pipe.closed:
             break
