@@ -87,13 +87,12 @@ class Watch:
         if path is None:
             return None
         body = json.dumps(arguments).encode() if arguments else b""
-        head = "%s /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (
-            "POST" if arguments else "GET", operation, len(body))
+        head = "%s /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(seconds)
             try:
                 link.connect(path)
-                link.sendall(head.encode() + body)
+                link.sendall((head % ("POST" if arguments else "GET", operation, len(body))).encode() + body)
                 data = b"".join(iter(lambda: link.recv(1 << 20), b""))
             except OSError:
                 return None
