@@ -12502,6 +12502,8 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
             raise error if isinstance(error, UsageError) else UsageError(str(error))
         return 2
     ready("ok\n")
+    # What reports mistakes must be there when nothing can be opened any more.
+    getattr(traceback, "format_exc")
     daemon.loop.call_later(IMPORT_LATER_S, import_all)
     sd_notify(env, "READY=1")
     daemon._maybe_idle_exit()
@@ -12509,7 +12511,7 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
 
 
 # A daemon imports what it has not needed yet when its first callers are served.
-IMPORT_LATER_S = 1.0
+IMPORT_LATER_S = 0.3
 
 
 def import_all():
