@@ -2944,6 +2944,8 @@ class Upstream:
         old = list(self.listens)
         if wanted:
             self._last_id += 1
+            if self.stream.marks is not None:
+                self.stream.marks.sending(self._last_id)
             self.listens[self._last_id] = list(waiting)
             extensions = {"extensions": {TASKS_EXTENSION: {}}} if self.wanted_tasks else {}
             meta = {META_VERSION: MODERN, META_CAPABILITIES: extensions, META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
@@ -3111,7 +3113,7 @@ class Upstream:
         self.era, self.revision, self.only_era = facts["era"], facts["revision"], facts.get("onlyEra")
         self.capabilities, self.info, self.instructions = facts["capabilities"], facts["info"], facts.get("instructions")
         self.listens = {wire_id: [] for wire_id in facts.get("listens") or ()}
-        self._last_id = last_id
+        self._last_id = max([last_id] + list(self.listens))
 
     def expect(self, wire_id, call):
         """Take the answer to a request that another daemon has sent."""
@@ -4478,6 +4480,7 @@ class Pool:
         self.draining = None             # reason, once nothing may be started any more
         self.holder = self.journal = None
         self.recovered = None            # (token, key) -> Orphan, after a crash of the daemon before
+        self.returned = set()            # tokens of the shims that are back since then
         self._next_instance = 0
         self._looked_at, self._looks = 0.0, False
         graces = (config.get("stop.eofGrace"), config.get("stop.termGrace"))
@@ -5202,7 +5205,7 @@ class Pool:
     def _give_up_orphans(self, instances):
         """Hosts that are not back by now do not come back."""
         # A shim that comes later than this is served by what it says itself.
-        orphans, self.recovered = list(self.recovered.values()), None
+        orphans, self.recovered, self.returned = list(self.recovered.values()), None, set()
         for orphan in orphans:
             self.let_go(orphan)
         for instance in instances:
@@ -7052,7 +7055,8 @@ class Host:
         call.may_repeat = call.method != "tools/call" or bool(
             hints.get("readOnlyHint") or hints.get("idempotentHint"))
         orphan = None
-        if call.losses and self.core.pool.recovered is not None and token_of(call) != NO_TOKEN:
+        if call.losses and self.core.pool.recovered is not None and getattr(self.link, "may_claim", False) and (
+                token_of(call) != NO_TOKEN):
             orphan = self.core.pool.claim(call)
             if orphan is None or orphan.state == QUEUED:
                 call.losses = 0          # no daemon has ever handed it on
@@ -7330,7 +7334,8 @@ class LegacyHost(Host):
         params = call.params
         name = params.get("name")
         route = self._routes.get(name) if isinstance(name, str) else None
-        if route is None or self.level is not None or "_meta" in params or "task" in params:
+        if route is None or self.level is not None or "_meta" in params or "task" in params or (
+                self.link.named_by(call.seq, None)):
             return False
         generation, slot, instance, schema, lists, identity, may_repeat = route
         if generation != self.core.config_generation or slot.instance is not instance or instance.state not in (
@@ -7348,7 +7353,8 @@ class LegacyHost(Host):
         if (self.surface.single and call.method == "tools/call" and instance is not None and isinstance(name, str)
                 and "_meta" not in call.params and "task" not in call.params and instance.upstream.era == "legacy"
                 and not runs_as_task(call.schema, call.schema.tool(name))
-                and not call.slot.key.text.startswith("call:") and not call.identity.named):
+                and not call.slot.key.text.startswith("call:") and not call.identity.named
+                and not self.link.named_by(call.seq, None)):
             if len(self._routes) > 500:
                 self._routes.clear()
             self._routes[name] = (self.core.config_generation, call.slot, instance, call.schema, call.schema.generation,
@@ -10776,6 +10782,10 @@ def answer_question(core, question, body):
     return {"answered": question.id}
 
 
+# So long after a link has ended its calls stay in the journal: a shim is back within seconds.
+LINGER_S = 30.0
+
+
 class ShimLink:
     """One connection on the socket: a shim's, or a command's that speaks MCP. Others speak HTTP there.
 
@@ -10790,6 +10800,7 @@ class ShimLink:
         self.host = None
         self.seq = 0
         self.token = NO_TOKEN            # names the shim, also to the daemon after this one
+        self.may_claim = False           # what it repeats may be what the daemon before had in flight
         self._marked = {}                # line number -> its calls that are in the journal
         self._settling = collections.deque()          # (offset in our stream, calls) of answers on their way
         self._resent = []                # losses of the lines still to be repeated
@@ -10828,9 +10839,22 @@ class ShimLink:
         self.core.links.discard(self)
         if self.host is not None:
             self.host.close()
-        for _, calls in list(self._settling) + list(self._marked.items()):
-            self._settle_marks(calls)
+        self._linger()
         self.core.on_link_gone()
+
+    def _linger(self):
+        """Keep what was in flight in the journal for a while: its shim may come back to the daemon after this one.
+
+        Without an entry there, that one would take a repeated call for one that was never handed on.
+        """
+        pool = self.core.pool
+        calls = [call for _, calls in list(self._settling) + list(self._marked.items()) for call in calls]
+        if not calls:
+            return
+        for call in calls:
+            if call.mark is not None:
+                pool.journal.set(call.mark, TAKEN)
+        self.core.loop.call_later(LINGER_S, lambda: [pool.journal.settle(call) for call in calls])
 
     def note_marked(self, call):
         """A call of this host is in the journal, until its answer has reached the shim."""
@@ -11327,6 +11351,10 @@ class Daemon:
         token = hello.get("token")
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token):
             link.token = bytes.fromhex(token)
+            # Only at its first link to this daemon: what it repeats later is of this one.
+            link.may_claim = self.pool.recovered is not None and link.token not in self.pool.returned
+            if self.pool.recovered is not None:
+                self.pool.returned.add(link.token)
         identity, env = self.caller_of(link.pid, hello)
         host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env)
         host.version = hello["version"] if isinstance(hello.get("version"), str) else None

@@ -4245,6 +4245,25 @@ def test_who_reaches_which_process_over_http(spread_lab, scope):
         web.send("DELETE", session.path, headers=session.headers)
 
 
+@pytest.mark.parametrize("scope, header", [("session", "Mcpx-Session"), ("parent-session", "Mcpx-Parent-Session"), ("cwd", "Mcpx-Cwd")])
+def test_a_legacy_session_whose_requests_are_named_one_by_one_reaches_each_its_own(spread_lab, scope, header):
+    session = WebSession(spread_lab.web, scope)
+    names = [spread_lab.directory("d%d" % n) if scope == "cwd" else "%s-one-%d" % (scope, n) for n in range(2)]
+
+    def who(name=None):
+        headers = dict(session.headers, **({header: name} if name else {}))
+        session.last += 1
+        _, answered, body = spread_lab.web.send("POST", session.path, legacy(
+            session.last, "tools/call", name="who", arguments={}), headers)
+        return messages_of(answered, body)[-1]["result"]["content"][0]["text"]
+    order = [None, names[0], names[1], None, names[0], names[0], names[1], None]
+    pids = [who(name) for name in order]
+    assert pids[1] == pids[4] == pids[5] and pids[2] == pids[6]
+    assert len({pids[1], pids[2], pids[0]}) == 3
+    assert scope == "cwd" or pids[0] == pids[3] == pids[7]
+    spread_lab.web.send("DELETE", session.path, headers=session.headers)
+
+
 def test_header_annotations_that_are_not_valid_are_not_shown_over_http():
     good = {"type": "string", "x-mcp-header": "Region"}
     schema = {"type": "object", "default": {"x-mcp-header": "kept: it is data"}, "properties": {
@@ -4926,6 +4945,18 @@ def test_a_question_that_waits_for_a_person_outlives_the_daemon(lab):
     assert json.loads(text_of(hosts[1].result(asked)))["content"] == {"answer": "a person"}
     assert hosts[0].all("elicitation/create") == hosts[1].all("elicitation/create") == []
     hosts[0].notify("notifications/cancelled", requestId=held)
+
+
+@pytest.mark.parametrize("era", ["legacy", "modern"])
+def test_a_subscription_outlives_the_daemon(lab, era):
+    lab.configure({"demo": demo("--era", era, scope="global")})
+    host, other = lab.host("demo"), lab.host("demo")
+    host.ask("resources/subscribe", {"uri": "demo://state"})
+    for n in range(2):
+        kill_daemon(lab)
+        lab.wait_for("both hosts", lambda: lab.run("status").returncode == 0 and len(lab.status()["hosts"]) == 2)
+        other.call("touch", uri="demo://state")
+        host.expect(lambda m: len(host.all("notifications/resources/updated")) == n + 1, "an update after crash %d" % n)
 
 
 def test_an_adopted_server_that_dies_is_noticed_and_replaced(lab):
