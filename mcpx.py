@@ -410,6 +410,14 @@ def is_valid_id(value):
     return isinstance(value, (str, int)) and not isinstance(value, bool)
 
 
+def is_whole(line):
+    """Is this line a message, and not the rest of one? No proper end of a message is one itself."""
+    try:
+        return not isinstance(line, Oversize) and isinstance(parse_json(line.strip()), (dict, list))
+    except RpcError:
+        return False
+
+
 def message_kind(message):
     """Return "request", "notification" or "answer". Raises RpcError(INVALID_REQUEST).
 
@@ -2845,6 +2853,7 @@ class Upstream:
         self.era, self.revision = "legacy", LATEST_LEGACY
         self.only_era = None             # the era that it turned out to speak alone
         self.probing = False             # it has not yet shown which era it speaks
+        self.first_is_torn = False       # its next line may be the rest of one
         self.wanted_tasks = set()        # tasks that a modern server is to tell of
         self.wanted_uris = set()         # what a modern server is to tell changes of
         self.listens = {}                # wire id of a subscriptions/listen -> calls that wait for its ack
@@ -3136,6 +3145,11 @@ class Upstream:
     def on_lines(self, lines):
         """Take the lines of one read."""
         for line in lines:
+            if self.first_is_torn:
+                self.first_is_torn = False
+                if not is_whole(line):
+                    self.owner.on_noise("the rest of a line that a dead daemon had begun to read")
+                    continue
             if isinstance(line, Oversize):
                 self._on_oversize(line)
                 continue
@@ -3985,7 +3999,8 @@ class Holder:
 FREE, QUEUED, WRITING, WRITTEN, TAKEN, UNCERTAIN = range(6)
 NO_TOKEN = bytes(8)
 JOURNAL_MAGIC = b"mcpx-1"
-JOURNAL_HEAD = 64
+# Magic, boot, from byte 64 on who writes it, and last whether there ever was no room.
+JOURNAL_HEAD, JOURNAL_WRITER = 128, 64
 JOURNAL_CHILDREN, CHILD_FORMAT = 512, "<40sQBB14x"
 JOURNAL_CALLS, CALL_FORMAT = 8192, "<BBHxxxxQ8s8s"
 
@@ -3993,8 +4008,9 @@ JOURNAL_CALLS, CALL_FORMAT = 8192, "<BBHxxxxQ8s8s"
 class Journal:
     """Which requests of hosts are at which child, under which id: one entry each, in shared memory."""
 
-    def __init__(self, path, boot, log):
-        self.path, self.boot, self.log = path, boot, log
+    def __init__(self, path, boot, writer, log):
+        self.path, self.boot, self.writer, self.log = path, boot, writer, log
+        self.former = None               # the incarnation of the daemon that wrote it before
         self.child_size, self.call_size = struct.calcsize(CHILD_FORMAT), struct.calcsize(CALL_FORMAT)
         self.calls_at = JOURNAL_HEAD + JOURNAL_CHILDREN * self.child_size
         self.size = self.calls_at + JOURNAL_CALLS * self.call_size
@@ -4021,6 +4037,7 @@ class Journal:
         if self.is_new:
             self.map[:] = bytes(self.size)
             self.map[:len(head)] = head
+        self.former = self.map[JOURNAL_WRITER:JOURNAL_HEAD - 1].rstrip(b"\0").decode("ascii", "replace")
         self.children = {child[0]: number for number, child in self._children() if child[0]}
         self.free = [n for n in reversed(range(JOURNAL_CALLS)) if self.map[self.calls_at + n * self.call_size] == FREE]
 
@@ -4047,6 +4064,12 @@ class Journal:
             os.unlink(self.path)
         except OSError:
             self.log.debug("there was no journal to remove")
+
+    def take_over(self):
+        """From here on it is this daemon's: what it does not say was never handed on by this one."""
+        if self.map is not None:
+            name = self.writer.encode()[:JOURNAL_HEAD - 1 - JOURNAL_WRITER]
+            self.map[JOURNAL_WRITER:JOURNAL_HEAD - 1] = name.ljust(JOURNAL_HEAD - 1 - JOURNAL_WRITER, b"\0")
 
     def overflowed(self):
         """Was there ever a call without room here? Then what is not in it proves nothing."""
@@ -4114,6 +4137,10 @@ class Journal:
     def settle(self, call):
         """Free the entry of a call that has its answer, or needs none."""
         mark, call.mark = call.mark, None
+        self.release(mark)
+
+    def release(self, mark):
+        """Free an entry."""
         if mark is not None and self.map is not None and self.map[self.calls_at + mark * self.call_size] != FREE:
             self.map[self.calls_at + mark * self.call_size] = FREE
             self.free.append(mark)
@@ -4338,7 +4365,9 @@ class Instance:
             plain = (call.message is not None and call.message.get("method") == call.method and not call.rounds
                      and not call.opts_in)
             key = journal_key(call.host_id) if call.host_id is not None else NO_TOKEN
+            old = call.mark              # of its first sending, which a dead daemon has seen
             call.mark = marks.journal.enter(marks.number, call.wire_id, token_of(call), key, plain)
+            marks.journal.release(old)
             if call.mark is not None and token_of(call) != NO_TOKEN:
                 call.host.link.note_marked(call)
 
@@ -4480,7 +4509,6 @@ class Pool:
         self.draining = None             # reason, once nothing may be started any more
         self.holder = self.journal = None
         self.recovered = None            # (token, key) -> Orphan, after a crash of the daemon before
-        self.returned = set()            # tokens of the shims that are back since then
         self._next_instance = 0
         self._looked_at, self._looks = 0.0, False
         graces = (config.get("stop.eofGrace"), config.get("stop.termGrace"))
@@ -5083,6 +5111,7 @@ class Pool:
         self._recover(adopted)
         for name in [name for name in self.journal.children if name not in adopted]:
             self.journal.remove_child(name)
+        self.journal.take_over()
         return adopted
 
     def _adopt(self, record, fds):
@@ -5115,6 +5144,7 @@ class Pool:
         instance.slot, instance.state = slot, "idle"
         instance.users, instance.calls, instance.started_wall = set(ready["users"]), ready["calls"], ready["started"]
         instance.answered, instance.was_reading = 1, bool(reading)
+        instance.upstream.first_is_torn = bool(reading)
         if torn:
             # Half a request may be in the pipe; without this the next one would be taken for its rest.
             child.stdout.write(b"\n")
@@ -5205,7 +5235,7 @@ class Pool:
     def _give_up_orphans(self, instances):
         """Hosts that are not back by now do not come back."""
         # A shim that comes later than this is served by what it says itself.
-        orphans, self.recovered, self.returned = list(self.recovered.values()), None, set()
+        orphans, self.recovered = list(self.recovered.values()), None
         for orphan in orphans:
             self.let_go(orphan)
         for instance in instances:
@@ -7055,16 +7085,18 @@ class Host:
         call.may_repeat = call.method != "tools/call" or bool(
             hints.get("readOnlyHint") or hints.get("idempotentHint"))
         orphan = None
-        if call.losses and self.core.pool.recovered is not None and getattr(self.link, "may_claim", False) and (
-                token_of(call) != NO_TOKEN):
+        if call.losses and self.core.pool.recovered is not None and token_of(call) != NO_TOKEN:
             orphan = self.core.pool.claim(call)
-            if orphan is None or orphan.state == QUEUED:
+            if orphan is None and self.link.was_journalled or orphan is not None and orphan.state == QUEUED:
                 call.losses = 0          # no daemon has ever handed it on
         call.params = params = self._params_for_upstream(call, schema)
         if orphan is not None and self.core.pool.take_up(call, slot, orphan):
             return
         if orphan is not None:
-            self.core.pool.let_go(orphan)    # it counts as lost, whatever comes of it
+            # It counts as lost, whatever comes of it; its entry stays until that is told, or it is sent anew.
+            call.mark, orphan.call.mark = orphan.call.mark, None
+            self.link.note_marked(call)
+            self.core.pool.let_go(orphan)
         if call.losses and (not call.may_repeat or call.losses > 1):
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
@@ -7484,7 +7516,8 @@ class LegacyHost(Host):
             return
         if used is not None or len(self.used) < 1000:
             self.used[name] = (call.identity.session, instance.id)
-            self.keep_state()
+            # Behind the answer, which may say that the state before is gone: if a crash takes that, it is said again.
+            self.core.loop.soon(self.keep_state)
 
     def _note_elicitations(self, call, error):
         if error.get("code") == -32042 and isinstance(error.get("data"), dict):
@@ -10800,7 +10833,7 @@ class ShimLink:
         self.host = None
         self.seq = 0
         self.token = NO_TOKEN            # names the shim, also to the daemon after this one
-        self.may_claim = False           # what it repeats may be what the daemon before had in flight
+        self.was_journalled = False      # the daemon that it lost has written the journal that was read
         self._marked = {}                # line number -> its calls that are in the journal
         self._settling = collections.deque()          # (offset in our stream, calls) of answers on their way
         self._resent = []                # losses of the lines still to be repeated
@@ -11095,7 +11128,8 @@ class Daemon:
         adopted = ()
         if not self.standalone:
             make_private_directory(os.path.dirname(self.paths.socket))
-            self.pool.journal = Journal(self.paths.socket[:-len(".sock")] + ".journal", self.pool.directories["boot"], self.log)
+            self.pool.journal = Journal(self.paths.socket[:-len(".sock")] + ".journal", self.pool.directories["boot"],
+                                        self.incarnation, self.log)
             self.pool.holder = Holder(self.loop, self.log, self.paths.socket[:-len(".sock")] + ".hold", self.config.get("crashKeep"))
             adopted = self.pool.adopt_all()
             self._listen()
@@ -11337,9 +11371,9 @@ class Daemon:
             link.close("too many hosts")
             return
         host = self.make_host(link, names, hello)
-        link.control("welcome %s %d %g %g %d" % (
+        link.control("welcome %s %d %g %g %d %s" % (
             __version__, self.config.get("shim.keepBytes"), self.config.get("shim.drainTimeout"),
-            self.config.get("shim.closeTimeout"), self.config.get("limits.lineBytes")))
+            self.config.get("shim.closeTimeout"), self.config.get("limits.lineBytes"), self.incarnation))
         if resumed:
             host.take_state(hello["state"])
         losses = hello.get("resent")
@@ -11351,10 +11385,9 @@ class Daemon:
         token = hello.get("token")
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token):
             link.token = bytes.fromhex(token)
-            # Only at its first link to this daemon: what it repeats later is of this one.
-            link.may_claim = self.pool.recovered is not None and link.token not in self.pool.returned
-            if self.pool.recovered is not None:
-                self.pool.returned.add(link.token)
+            # What is not in the journal proves something only for a link that its writer had.
+            former = self.pool.journal.former if self.pool.journal is not None else None
+            link.was_journalled = bool(former) and hello.get("incarnation") == former
         identity, env = self.caller_of(link.pid, hello)
         host = LegacyHost(self, link, list(dict.fromkeys(names)), identity, env)
         host.version = hello["version"] if isinstance(hello.get("version"), str) else None
@@ -12741,6 +12774,7 @@ class Shim:
         self.ready_fd = self.starter_lock = None
         self.ready_text = b""
         self.deadline = None
+        self.incarnation = ""            # of the daemon that has said welcome last
         self.token = os.urandom(8).hex()     # by which a daemon knows what it is told of this shim's calls
         self.up_since = 0.0
         self.hang_ups = 0                # links since the last welcome that ended without one
@@ -13076,6 +13110,7 @@ class Shim:
             parts = rest.split()
             self.keep_limit, self.line_limit = int(parts[1]), int(parts[4])
             self.drain_s, self.close_s = float(parts[2]), float(parts[3])
+            self.incarnation = parts[5] if len(parts) > 5 else ""
             self.state, self.was_up, self.deadline, self.hang_ups = "up", True, None, 0
             self.up_since = time.monotonic()
             self._release_starter()
@@ -13185,7 +13220,8 @@ class Shim:
     def _greet(self):
         self.state, self.deadline = "hello", time.monotonic() + HELLO_WAIT_S
         hello = [("mcpx", LINK_VERSION), ("role", "serve"), ("version", __version__), ("names", self.names)]
-        hello += [("file", os.path.realpath(__file__)), ("token", self.token)]
+        hello += [("file", os.path.realpath(__file__)), ("token", self.token),
+                  ("incarnation", self.incarnation)]
         hello += caller_facts(self.env).items()
         hello.append(("resent", [entry[1] for entry in self.kept.values()]))
         text = ",".join("%s:%s" % (to_json(name), to_json(value)) for name, value in hello)
