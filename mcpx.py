@@ -1104,6 +1104,8 @@ def _linked_git_directory(directory, dot_git):
 
 def _first_line(path):
     try:
+        if os.stat(path).st_mode & 0o170000 != 0o100000:
+            return ""                    # a pipe, say, which would never say anything
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.readline(8192).strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -2173,12 +2175,13 @@ class Loop:
         self._open()
 
     def _open(self):
-        self.between_turns = None        # called once, when a turn is over and no thread runs
+        self.between_turns = None        # called once, when a turn is over and nobody waits for a thread
         self._selector = selectors.DefaultSelector()
         self._signals = {}               # number -> callback
         self._old_handlers = {}
         self._old_wakeup = None
         self._threads_left = MAX_THREADS
+        self._unsettled = 0              # runs that somebody still waits for
         self._thread_queue = collections.deque()      # runs that wait for a thread
         self._stopped = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -2280,10 +2283,12 @@ class Loop:
         TimeoutError and the result is dropped; at most MAX_THREADS run at a time, the others wait.
         """
         settled = []
+        self._unsettled += 1
 
         def settle(value, error):
             if not settled:
                 settled.append(True)
+                self._unsettled -= 1
                 timer.cancel()
                 on_done(value, error)
 
@@ -2317,7 +2322,7 @@ class Loop:
         """Turn until `stop`."""
         while not self._stopped:
             self.turn()
-            if self.between_turns is not None and self._threads_left == MAX_THREADS:
+            if self.between_turns is not None and not self._unsettled:
                 callback, self.between_turns = self.between_turns, None
                 self.guard(callback)
 
@@ -2766,7 +2771,7 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "may_have_asked", "mark", "waits_turn", "turn_over", "over", "schema", "task", "asks", "logs", "rounds")
+                 "has_logged", "may_have_asked", "mark", "waits_turn", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2788,6 +2793,7 @@ class Call:
         self.opts_in = False             # mcpx itself follows a task, so the tasks extension is declared
         self.rounds = 0                  # how often its upstream has answered with questions
         self.asks = False                # its tool has been seen to ask its host something
+        self.may_ask = False             # nor has it been seen to end without
         self.logs = False                # its tool has been seen to log
         self.has_logged = False          # a log message came while it was in flight
         self.mark = None                 # its entry in the journal
@@ -2931,8 +2937,7 @@ class Upstream:
         info = meta.get(META_SERVER_INFO)
         self.info = info if isinstance(info, dict) else {}
         self.instructions = result.get("instructions")
-        if not any(version in LEGACY_REVISIONS for version in result["supportedVersions"]):
-            self.only_era = "modern"
+        # Which older revisions it has is not told by what it lists here: SDKs list modern ones alone.
         self.listen()
 
     # -- toward a modern server ---------------------------------------------------
@@ -3998,6 +4003,7 @@ class Holder:
 # have arrived or not; an answer that was taken from the pipe may not have been delivered.
 FREE, QUEUED, WRITING, WRITTEN, TAKEN, UNCERTAIN = range(6)
 NO_TOKEN = bytes(8)
+NO_CHILD = 0xFFFF
 JOURNAL_MAGIC = b"mcpx-1"
 # Magic, boot, from byte 64 on who writes it, and last whether there ever was no room.
 JOURNAL_HEAD, JOURNAL_WRITER = 128, 64
@@ -4046,7 +4052,9 @@ class Journal:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if os.fstat(fd).st_size != self.size:
-                    os.ftruncate(fd, self.size)
+                    os.ftruncate(fd, 0)
+                    # A hole would be SIGBUS at the first store, where the file system is full.
+                    _write_all(fd, bytes(self.size))
                 self.map = mmap.mmap(fd, self.size)
             finally:
                 os.close(fd)
@@ -4094,7 +4102,8 @@ class Journal:
         if self.map is None:
             return None
         if name not in self.children:
-            used = set(self.children.values())
+            # Nor one that entries name which are not settled yet: they are of a child before.
+            used = set(self.children.values()) | {call[2] for _, call in self.calls()}
             number = next((n for n in range(JOURNAL_CHILDREN) if n not in used), None)
             if number is None:
                 return None
@@ -4133,6 +4142,11 @@ class Journal:
         """Note how far a call has come."""
         if self.map is not None:
             self.map[self.calls_at + mark * self.call_size] = state
+
+    def orphan(self, mark):
+        """The child of an entry has gone: from here on its number says nothing."""
+        if self.map is not None:
+            struct.pack_into("<H", self.map, self.calls_at + mark * self.call_size + 2, NO_CHILD)
 
     def settle(self, call):
         """Free the entry of a call that has its answer, or needs none."""
@@ -4325,6 +4339,7 @@ class Instance:
         self.schema = self.schema_era = None          # see SchemaStore.of_instance
         self.own_schema = None           # once it has said that its lists changed: see SchemaStore
         self.rechecks = {}               # change notification -> came again meanwhile
+        self.questions = 0               # how many of its questions are open
         self.orphans = 0                 # calls of a dead daemon whose hosts are not back
         self.was_reading = False         # that daemon had something of its output in its hands
         self.check_due = False           # exclusive: its lists are fetched between two calls
@@ -4485,7 +4500,8 @@ class Pool:
     """Instances by (server, definition, key): lease, queue, idle, caps, back-off, health.
 
     listener.on_question / on_notification / on_ready / on_gone(instance) are told what
-    happens on instances; listener.waiting_hosts(instance) tells whose calls wait for answers.
+    happens on instances; listener.waiting_hosts(instance) tells whose calls wait for answers,
+    listener.asking_parties(instance) who was asked a moment ago.
     """
 
     def __init__(self, loop, log, config, incarnation, directories):
@@ -4767,7 +4783,7 @@ class Pool:
             if not slot.askers.remove(call):
                 return
             if not call.asks:
-                # Not for messages that can be dropped: see SchemaStore.loggers.
+                # Not for messages that can be dropped (see SchemaStore.loggers), nor for what it may not ask.
                 call.turn_over = True
                 slot.queue.push(call, first=True)
                 self.wake(slot)
@@ -5173,6 +5189,8 @@ class Pool:
         self.recovered = {}
         for mark, (state, plain, number, wire_id, token, key) in list(self.journal.calls()):
             instance = by_number.get(number)
+            if instance is None:
+                self.journal.orphan(mark)
             if state == WRITING or (state == WRITTEN and (instance is None or instance.was_reading)):
                 self.journal.set(mark, UNCERTAIN)
                 state = UNCERTAIN
@@ -5180,7 +5198,7 @@ class Pool:
             call.mark = mark
             orphan = Orphan(instance, wire_id, state, bool(plain), call)
             call.on_finish = orphan.answered
-            if instance is not None and state in (WRITTEN, UNCERTAIN):
+            if instance is not None and state in (WRITTEN, UNCERTAIN) and wire_id not in instance.upstream.in_flight:
                 # Its answer is still to come, for all we know.
                 instance.upstream.expect(wire_id, call)
                 call.slot, call.instance = instance.slot, instance
@@ -5660,8 +5678,12 @@ def overlaps(instance, call):
     """Is a call of another host in flight whose questions or log messages could be taken for this one's?
 
     Log messages count for a caller that has asked for them. A call that waits for an answer
-    asks nothing meanwhile, so that a person who thinks holds up nobody.
+    asks nothing meanwhile, so that a person who thinks holds up nobody; but what a server
+    asks at once comes within a moment, and nothing that may ask is started in that.
     """
+    if instance.questions and call.may_ask and not call.turn_over and (
+            instance.pool.listener.asking_parties(instance) - {call.party}):
+        return True
     logs = call.logs and call.host.level is not None and not call.turn_over
     others = [other for other in instance.upstream.in_flight.values()
               if (call.asks and other.asks or logs and other.logs) and other.party != call.party and not other.cancelled
@@ -5722,8 +5744,7 @@ class Schema:
         self.filling = False
         self.suspects = {}               # those of `asking` not seen for sure -> clean calls that clear them
         self.clean = set()               # tools and prompts a call of which has ended without a question
-        self.at_once = set()             # those that have asked again while their first question was open
-        self.one_by_one = set()          # those whose question was open for a while without another one
+        self.at_once = set()             # those that have asked again long after a question that was still open
         self.asking = {}                 # tool or prompt that was seen to ask -> until when, wall clock
         self.heard = {}                  # Call.subject -> [whether it logs, until when that counts]
         self.ttl_ms = {}                 # list -> how long a modern server lets it be cached
@@ -5778,7 +5799,7 @@ class Schema:
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
                 "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard, "ttlMs": self.ttl_ms,
-                "asksAtOnce": sorted(self.at_once), "asksOneByOne": sorted(self.one_by_one)}
+                "asksAtOnce": sorted(self.at_once)}
 
 
 def encode_page(kind, items, from_revision, revision, offset, size, generation):
@@ -5905,9 +5926,8 @@ class SchemaStore:
         heard = data.get("heard")
         schema.heard = {subject: pair for subject, pair in heard.items() if isinstance(pair, list) and len(pair) == 2
                         and isinstance(pair[1], (int, float))} if isinstance(heard, dict) else {}
-        for member, names in (("asksAtOnce", schema.at_once), ("asksOneByOne", schema.one_by_one)):
-            if isinstance(data.get(member), list):
-                names.update(name for name in data[member] if isinstance(name, str))
+        if isinstance(data.get("asksAtOnce"), list):
+            schema.at_once.update(name for name in data["asksAtOnce"] if isinstance(name, str))
         ttl = data.get("ttlMs")
         schema.ttl_ms = {kind: ms for kind, ms in ttl.items() if isinstance(ms, (int, float))} if (
             isinstance(ttl, dict)) else {}
@@ -6031,16 +6051,9 @@ class SchemaStore:
             self.save(schema)
 
     def note_at_once(self, schema, name):
-        """A tool has asked again while its question was open: it may do so at any time."""
+        """A tool has asked again long after a question that was still open: it may do so at any time."""
         if name is not None and name not in schema.at_once and len(schema.at_once) < 10000:
             schema.at_once.add(name)
-            schema.one_by_one.discard(name)
-            self.save(schema)
-
-    def note_one_by_one(self, schema, name):
-        """A tool's question was open for a while, and no other came."""
-        if name is not None and name not in schema.at_once | schema.one_by_one and len(schema.one_by_one) < 10000:
-            schema.one_by_one.add(name)
             self.save(schema)
 
     def note_clean(self, schema, name):
@@ -6275,6 +6288,8 @@ def template_matches(template, uri):
 # guessed, never shown to two hosts, and never answered from data of another.
 # ---------------------------------------------------------------------------
 
+# Requests during which a server may ask something (PROTOCOL 8.2).
+CARRIES_QUESTIONS = frozenset(("tools/call", "prompts/get", "resources/read", "completion/complete"))
 # How long other calls are held back while it is found out whose question it is.
 QUIESCE_S = 2.0
 # A server that asks several things at once has asked them all within this.
@@ -6327,6 +6342,7 @@ class Questions:
         question = Question(self.new_id(), instance, message["id"], method, params)
         self.by_id[question.id] = question
         self.by_upstream[(instance.id, question.upstream_id)] = question
+        instance.questions += 1
         instance.pool.note_change(instance)
         if method.startswith("tasks/"):
             self._about_task(question)
@@ -6352,6 +6368,7 @@ class Questions:
         question = Question(self.new_id(), instance, upstream_id, method, params)
         question.why_open = why
         self.by_id[question.id] = self.by_upstream[(instance.id, upstream_id)] = question
+        instance.questions += 1
         self._set_deadline(question, max(0.1, until - time.time()))
 
     def ask_for(self, instance, host, call, method, params, on_answer):
@@ -6445,8 +6462,8 @@ class Questions:
     def waiting_hosts(self, instance):
         """Return the hosts all of whose calls on an instance wait for an answer: they ask nothing more.
 
-        A server may ask several things at once; they count only when it has had the time for
-        that, except those that are known to ask one by one.
+        A server may ask several things at once: they count when it has had the time for that,
+        and has not been seen to take more.
         """
         asked = collections.Counter()
         newest = {}
@@ -6456,13 +6473,20 @@ class Questions:
                 newest[question.call.host] = question.asked_at
         if not asked:
             return set()
-        calls, known = possible_calls(instance), self.schemas.of_instance(instance).one_by_one
+        calls, at_once = possible_calls(instance), self.schemas.of_instance(instance).at_once
         now, hosts = time.monotonic(), set()
         for host, count in asked.items():
             mine = [call for call in calls if call.host is host]
-            if len(mine) <= count and (now - newest[host] >= ASKED_ALL_S or all(name_of(call) in known for call in mine)):
+            if len(mine) <= count and now - newest[host] >= ASKED_ALL_S and not any(name_of(call) in at_once for call in mine):
                 hosts.add(host)
         return hosts
+
+    def asking_parties(self, instance):
+        """Return who was asked so short a time ago that the server may not have asked all yet."""
+        now = time.monotonic()
+        return {question.call.party for question in self.by_id.values()
+                if question.instance is instance and question.call is not None and question.on_answer is None
+                and now - question.asked_at < ASKED_ALL_S}
 
     def _without_waiting(self, instance, calls):
         """Leave out the calls that wait for an answer, where another one can have asked."""
@@ -6481,12 +6505,6 @@ class Questions:
         others = [other for other in instance.upstream.in_flight.values()
                   if other.asks and other.party != call.party and not other.cancelled]
         return bool(others) and not {other.host for other in others} <= self.waiting_hosts(instance)
-
-    def _asked_all(self, instance, call, count):
-        """A while has passed since a question: nothing came at once with it, or all that did is there."""
-        if call.has_asked == count == 1 and not call.may_have_asked and instance.state in ("idle", "busy"):
-            self.schemas.note_one_by_one(self.schemas.of_instance(instance), name_of(call))
-        self._turn_is_free(instance)
 
     def _turn_is_free(self, instance):
         """A call that asks has ended, or waits: the next one goes on, with its answer or from the start."""
@@ -6576,13 +6594,11 @@ class Questions:
         question.call = ([call for call in active if call.asks] or active or [None])[-1]
         if question.call is not None:
             call, schema = question.call, self.schemas.of_instance(question.instance)
-            call.has_asked, call.asks = call.has_asked + 1, True
-            if any(q.call is call and q is not question for q in self.by_id.values()):
+            call.has_asked, call.asks, call.may_ask = call.has_asked + 1, True, True
+            if any(q.call is call and q is not question and question.asked_at - q.asked_at >= ASKED_ALL_S
+                   for q in self.by_id.values()):
                 self.schemas.note_at_once(schema, name_of(call))
-            count = call.has_asked
-            self.loop.call_later(ASKED_ALL_S, lambda: self._asked_all(question.instance, call, count))
-            if name_of(call) in schema.one_by_one:
-                self.loop.soon(lambda: self._turn_is_free(question.instance))
+            self.loop.call_later(ASKED_ALL_S + 0.001, lambda: self._turn_is_free(question.instance))
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
@@ -6668,7 +6684,8 @@ class Questions:
         if question.timer is not None:
             question.timer.cancel()
         self.by_id.pop(question.id, None)
-        self.by_upstream.pop((question.instance.id, question.upstream_id), None)
+        if self.by_upstream.pop((question.instance.id, question.upstream_id), None) is not None:
+            question.instance.questions -= 1
         question.instance.pool.note_change(question.instance)
         if question in self._unattributed:
             self._unattributed.remove(question)
@@ -7100,7 +7117,8 @@ class Host:
         if call.losses and (not call.may_repeat or call.losses > 1):
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
-        call.asks = schema.asks(call.params.get("name") or call.params.get("uri"))
+        call.asks = schema.asks(name_of(call))
+        call.may_ask = call.asks or (call.method in CARRIES_QUESTIONS and name_of(call) not in schema.clean)
         call.logs = bool(schema.logs(call.subject))
         if call.line is not None and (params is not call.message.get("params") or call.token is not None):
             call.line = None
@@ -7376,6 +7394,7 @@ class LegacyHost(Host):
             return False
         call.identity, call.schema, call.may_repeat = identity, schema, may_repeat
         call.asks, call.logs = schema.asks(name), bool(schema.logs(call.subject))
+        call.may_ask = call.asks or name not in schema.clean
         self._guarded(call, lambda: self.core.pool.submit(call, slot))
         return True
 
@@ -11722,6 +11741,10 @@ class Daemon:
         """Return the hosts whose calls on an instance wait for an answer to what they asked."""
         return self.questions.waiting_hosts(instance)
 
+    def asking_parties(self, instance):
+        """Return who was asked something by an instance a moment ago."""
+        return self.questions.asking_parties(instance)
+
     def on_question(self, instance, message):
         """A server asks something."""
         self.questions.ask(instance, message)
@@ -12147,9 +12170,17 @@ class Upgrade:
             self.fail("mcpx is ending")
         else:
             self.core.loop.between_turns = self._exec
+            timeout = self.core.config.get("upgradeTimeout")
+            self.timer = self.core.loop.call_later(timeout, lambda: self._no_moment(timeout))
+
+    def _no_moment(self, timeout):
+        if self.core.loop.between_turns is not None:
+            self.core.loop.between_turns = None
+            self.fail("there was no moment without work in a thread in %gs (upgradeTimeout)" % timeout)
 
     def _exec(self):
         """Become the new code; returns only if that did not work."""
+        self.timer.cancel()
         writer, fd = SnapshotWriter(), None
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
         try:

@@ -5262,6 +5262,18 @@ def control(lab, operation, **arguments):
         return json.loads(connection.makefile("rb").read().partition(b"\r\n\r\n")[2])
 
 
+def test_a_look_up_that_hangs_holds_up_no_upgrade(lab):
+    """Its caller was served long ago; a thread that nobody waits for any more ends with the old code."""
+    lab.configure({"demo": demo(scope="cwd")}, upgradeTimeout="15s")
+    host = lab.host("demo")
+    assert host.call("echo", text="x") == "x"
+    os.mkfifo(lab.path("work", "HEAD"))
+    os.mkdir(lab.path("work", "objects")), os.mkdir(lab.path("work", "refs")), os.mkfifo(lab.path("work", "commondir"))
+    assert host.call("echo", {"dev.mcpx/cwd": lab.work}, text="y") == "y"
+    lab.command("reload", "--upgrade")
+    assert host.call("echo", text="z") == "z"
+
+
 def test_code_that_others_could_write_is_not_run(lab):
     lab.configure({"demo": demo(scope="global")})
     assert lab.host("demo").call("echo", text="x") == "x"
