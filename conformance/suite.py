@@ -74,17 +74,15 @@ class Known:
     """A check that is expected not to succeed: on which legs, and why.
 
     `says` is a part of the check's message, so that nothing else that goes wrong
-    there passes for what is known. `sometimes`: it depends on what else runs, so
-    it may succeed too.
+    there passes for what is known.
     """
 
-    def __init__(self, legs, scenario, check, says, reason, sometimes=False):
+    def __init__(self, legs, scenario, check, says, reason):
         self.legs = legs
         self.scenario = scenario
         self.check = check
         self.says = says
         self.reason = reason
-        self.sometimes = sometimes
 
     def matches(self, finding):
         return (
@@ -113,23 +111,8 @@ KNOWN = [
         ("straight " + MODERN,),
         "tasks-request-headers",
         "sep-2663-server-rejects-mismatched-mcp-name-on-tasks-get",
-        "",
+        "tasks/get with mismatched Mcp-Name returned a result",
         "The SDK's own HTTP server does not know that Mcp-Name is the task's id; mcpx does.",
-    ),
-    Known(
-        (LEGACY + " on a modern server",),
-        "server-sse-polling",
-        EMPTY,
-        NOTHING_TESTED,
-        "Nothing needs a stream: a modern server logs only for requests that want it, and this client sets no level.",
-    ),
-    Known(
-        TOGETHER,
-        "server-sse-polling",
-        EMPTY,
-        NOTHING_TESTED,
-        "Its stream begins with a log message, which a client that set no level gets only if it is plainly its own.",
-        sometimes=True,
     ),
     Known(
         (SHARED, OWN),
@@ -474,7 +457,7 @@ class Leg:
         for row in rows:
             if row.scenario not in ran:
                 unexpected.append("OUT OF DATE: there is no scenario %s" % row.scenario)
-            elif not row.sometimes and not any(row.matches(finding) for finding in found):
+            elif not any(row.matches(finding) for finding in found):
                 unexpected.append("OUT OF DATE: %s %s was not seen" % (row.scenario, row.check))
         return unexpected
 

@@ -45,8 +45,9 @@ RESOURCE_NOT_FOUND = -32002  # up to 2025-11-25
 
 # Between two messages of a tool that sends several.
 PAUSE_S = 0.05
-# How long the tool that hangs up is away from its stream.
-RECONNECT_S = 0.6
+# How long the tool that hangs up is away from its stream. A proxy of a server that says
+# nothing meanwhile makes a stream of the answer in this time, so that there is one to test.
+RECONNECT_S = 3.2
 RETRY_MS = 300
 
 bus = InMemorySubscriptionBus()
