@@ -492,7 +492,7 @@ def parse_answer(line):
     if _ANSWER_PLACES is None:
         _ANSWER_PLACES = (re.compile(rb'\{"jsonrpc": ?"2\.0", ?"id": ?(0|[1-9]\d{0,15}), ?"result": ?').match,
                           re.compile(rb'\{"result": ?').match,
-                          re.compile(r', ?"jsonrpc": ?"2\.0", ?"id": ?(0|[1-9]\d{0,15})\}').fullmatch)
+                          re.compile(r', ?"jsonrpc": ?"2\.0", ?"id": ?(0|[1-9][0-9]{0,15})\}').fullmatch)
     before, first, after = _ANSWER_PLACES
     head = before(line)
     begin = head or first(line)
@@ -2322,7 +2322,7 @@ class Loop:
         """Turn until `stop`."""
         while not self._stopped:
             self.turn()
-            if self.between_turns is not None and not self._unsettled:
+            if self.between_turns is not None and not self._unsettled and not self._stopped:
                 callback, self.between_turns = self.between_turns, None
                 self.guard(callback)
 
@@ -2771,7 +2771,7 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "may_have_asked", "mark", "waits_turn", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
+                 "has_logged", "may_have_asked", "mark", "turn_timer", "route_stamp", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2786,7 +2786,8 @@ class Call:
         self.last_progress = self.schema = self.task = None
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
-        self.waits_turn = False          # its wait for other hosts' questions is bounded by a timer
+        self.turn_timer = None           # bounds its wait for other hosts' questions
+        self.route_stamp = None          # what its way to its instance depends on: see LegacyHost._note_route
         self.over = False                # the server has answered it, be it late: it asks nothing more
         self.has_asked = 0               # how many questions were told to be its
         self.may_have_asked = False      # one came while it was in flight that may be its
@@ -3401,7 +3402,7 @@ class Child:
             self.pidfd = os.pidfd_open(self.pid)
             self._watch_pidfd()
         except (AttributeError, OSError):
-            self._watch_adopted()
+            self.loop.soon(self._watch_adopted)
 
     def resumed(self):
         """Go on in other code."""
@@ -3884,10 +3885,11 @@ class Holder:
 
     def drop(self, name, then=None):
         """Have it close its copies; `then()` when that is done, or there is none."""
-        if self.held.pop(name, None) is None:
+        if name not in self.held:
             if then is not None:
                 then()
             return
+        del self.held[name]
         self._ask(b"d", name, None, then)
 
     def close(self):
@@ -4079,6 +4081,12 @@ class Journal:
             name = self.writer.encode()[:JOURNAL_HEAD - 1 - JOURNAL_WRITER]
             self.map[JOURNAL_WRITER:JOURNAL_HEAD - 1] = name.ljust(JOURNAL_HEAD - 1 - JOURNAL_WRITER, b"\0")
 
+    def clear(self):
+        """Begin anew with the calls; the children stay."""
+        self.map[self.calls_at:] = bytes(self.size - self.calls_at)
+        self.map[JOURNAL_HEAD - 1] = 0
+        self.free = list(reversed(range(JOURNAL_CALLS)))
+
     def overflowed(self):
         """Was there ever a call without room here? Then what is not in it proves nothing."""
         return self.map[JOURNAL_HEAD - 1] == 1
@@ -4106,6 +4114,7 @@ class Journal:
             used = set(self.children.values()) | {call[2] for _, call in self.calls()}
             number = next((n for n in range(JOURNAL_CHILDREN) if n not in used), None)
             if number is None:
+                self.map[JOURNAL_HEAD - 1] = 1
                 return None
             struct.pack_into(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size, name.encode(), 0, 0, 0)
             self.children[name] = number
@@ -4174,7 +4183,7 @@ class PipeMarks:
         self.journal, self.name = journal, name
         self.number = journal.add_child(name)
         self.unwritten = collections.deque()          # (offset of the end in the stream, call)
-        self._torn = self._reading = 0
+        self._torn = self._reading = None    # what a daemon before has left there is not known
         self._writing = 0                # how many of them are on their way
 
     def _at(self, offset):
@@ -4341,6 +4350,7 @@ class Instance:
         self.rechecks = {}               # change notification -> came again meanwhile
         self.questions = 0               # how many of its questions are open
         self.orphans = 0                 # calls of a dead daemon whose hosts are not back
+        self.change_due = False          # see Pool.note_change
         self.was_reading = False         # that daemon had something of its output in its hands
         self.check_due = False           # exclusive: its lists are fetched between two calls
         self.waits_for_check = False     # its lists are being fetched for the schema cache
@@ -4547,7 +4557,9 @@ class Pool:
             slot.server, slot.scope = definition.server, self.config.get("scope", definition.server)
             slot.generation = self.generations[definition.server.name]
         elif slot.definition.env is None:
-            slot.definition = definition     # should the adopted instance end, the next start is for this caller
+            # Should the adopted instance end, the next start is for this caller; it has the same secrets.
+            slot.definition = slot.instance.definition = definition
+            slot.instance.child.secrets = definition.secrets
         slot.named = slot.named or identity.named
         if slot.generation == self.generations[definition.server.name]:
             slot.ended = None            # else its instance ends as soon as it is idle, with the old entry
@@ -4626,7 +4638,7 @@ class Pool:
 
     def give_back(self, instance, call):
         """A lease comes back: the call was answered, or its cancelled work is over."""
-        if call.mark is not None and token_of(call) == NO_TOKEN and call.method:
+        if call.mark is not None and token_of(call) == NO_TOKEN and call.method and call.instance in (None, instance):
             self.journal.settle(call)
         if call.instance is instance:
             call.instance = None
@@ -4756,6 +4768,9 @@ class Pool:
             call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
                                    % (slot.server.name, instance.child.stdout.queued_bytes)))
             return
+        if call.turn_timer is not None:
+            call.turn_timer.cancel()
+            call.turn_timer = None
         call.instance = instance
         instance.leases += 1
         instance.calls += 1
@@ -4765,6 +4780,7 @@ class Pool:
             self._arm(instance)
         if len(instance.callers) < 2 and call.host is not None:
             instance.callers.add(getattr(call.host, "pipe", None) or call.host)
+            self.note_change(instance)
         if call.identity is not None and call.identity.session is not None:
             instance.users.add(call.identity.session)
         try:
@@ -4793,9 +4809,8 @@ class Pool:
                 call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
                                        "raise queueTimeout" % (slot.server.name, others, call.params.get("name"))))
                 self._rested(slot)
-        if not call.waits_turn:
-            call.waits_turn = True
-            self.loop.call_later(timeout, give_up)
+        if call.turn_timer is None:
+            call.turn_timer = self.loop.call_later(timeout, give_up)
 
     def _rested(self, slot):
         """If nothing goes on in a slot, end it, or have it end after its idle time."""
@@ -4844,7 +4859,7 @@ class Pool:
             host.slots.discard(slot)
         # A slot of an older entry may have held the place of this key.
         for other in list(self.by_server.get(slot.server.name, ())):
-            if other.instance is None and (other.queue or other.waiters):
+            if other.instance is None and (other.waiting() or other.waiters):
                 self.loop.soon(lambda other=other: self.wake(other))
 
     # -- starting ----------------------------------------------------------------
@@ -4965,7 +4980,7 @@ class Pool:
 
     def _retry_capacity(self):
         for slot in list(self.waiting_for_capacity):
-            if not (slot.queue or slot.waiters):
+            if not (slot.waiting() or slot.waiters):
                 self._stop_waiting(slot)
                 self._rested(slot)
             elif self._has_capacity(slot):
@@ -4994,7 +5009,7 @@ class Pool:
         if is_installed:
             self.launched.add(key)
         for other in list(self.slots.values()):
-            if other.instance is None and (other.queue or other.waiters):
+            if other.instance is None and (other.waiting() or other.waiters):
                 self.loop.soon(lambda other=other: self.wake(other))
 
     def _start(self, slot):
@@ -5085,9 +5100,19 @@ class Pool:
         instance.child.record(facts)
 
     def note_change(self, instance):
-        """Something has changed that another daemon must know of this instance."""
-        if instance is not None and instance.state in ("idle", "busy") and self.holder is not None:
-            self._record(instance)
+        """Something has changed that another daemon must know of this instance.
+
+        It is written down in the next turn: once, and after the answers of this one are in the pipe.
+        """
+        if instance is None or self.holder is None or instance.change_due:
+            return
+        instance.change_due = True
+
+        def write():
+            instance.change_due = False
+            if instance.state in ("idle", "busy"):
+                self._record(instance)
+        self.loop.call_later(0, write)
 
     def _ready_facts(self, instance):
         slot, definition = instance.slot, instance.definition
@@ -5095,7 +5120,8 @@ class Pool:
                 "entry": _digest(b"", repr(definition.server.comparable())), "scope": slot.scope, "named": slot.named,
                 "level": slot.level, "subscriptions": list(slot.subscriptions), "declared": instance.capabilities,
                 "upstream": instance.upstream.facts(), "users": sorted(instance.users), "calls": instance.calls,
-                "started": instance.started_wall, "questions": self.listener.open_questions(instance)}
+                "started": instance.started_wall,
+                "callers": len(instance.callers), "questions": self.listener.open_questions(instance)}
 
     def _keep(self, instance):
         """From here on the instance outlives a crash of this daemon."""
@@ -5116,8 +5142,9 @@ class Pool:
                 if name not in records:
                     raise StartFailed("there is no record of it")
                 adopted[name] = self._adopt(records[name], fds)
-            except (StartFailed, OSError, KeyError, TypeError, ValueError) as error:
-                self.log.warning("instance %s of a dead daemon is not taken over: %s", name, error)
+            except Exception as error:
+                # Whatever another version has written there: this child ends, the others go on.
+                self.log.warning("instance %s of a dead daemon is not taken over: %r", name, error)
                 for fd in fds:
                     try:
                         os.close(fd)
@@ -5134,10 +5161,14 @@ class Pool:
         """Take over one instance. Raises StartFailed that says why not."""
         ready = record.get("ready")
         server = self.config.servers.get(record["server"])
-        if not ready or record.get("boot") != self.directories["boot"] or process_start(record["pid"]) != record["start"]:
+        if not isinstance(ready, dict) or record.get("boot") != self.directories["boot"] or process_start(record["pid"]) != record["start"]:
             raise StartFailed("it was not ready, or it has ended")
         if server is None or server.broken or server.disabled:
             raise StartFailed("its server is not configured any more")
+        # All that is read of the record is read here: from the first stream on nothing may go wrong any more.
+        key, scope, named, level, uris, facts, questions = Key(record["key"]), *(ready[name] for name in (
+            "scope", "named", "level", "subscriptions", "upstream", "questions"))
+        users, calls, started, entry = (ready[name] for name in ("users", "calls", "started", "entry"))
         definition = Definition.known(server, record["digest"], ready)
         instance = Instance(self, record["id"], definition, ready["declared"])
         child = instance.child = Child(
@@ -5149,22 +5180,26 @@ class Pool:
                     lambda rest: instance.upstream.on_rest(rest))
         self._connect(instance)
         last_id, torn, reading = self.journal.child(instance.id) or (time.time_ns() // 1000, 1, 1)
-        instance.upstream.take_facts(ready["upstream"], last_id)
-        slot = Slot(self, definition, Key(record["key"]), ready["scope"], self.generations[server.name])
-        slot.named, slot.level, slot.instance = ready["named"], ready["level"], instance
-        slot.subscriptions = {uri: set() for uri in ready["subscriptions"]}
-        if ready["entry"] != _digest(b"", repr(server.comparable())):
+        instance.upstream.take_facts(facts, last_id)
+        slot = Slot(self, definition, key, scope, self.generations[server.name])
+        slot.named, slot.level, slot.instance = named, level, instance
+        slot.subscriptions = {uri: set() for uri in uris}
+        if entry != _digest(b"", repr(server.comparable())):
             slot.generation, slot.ended = -1, "its entry was changed"
         self.slots[slot.name] = slot
         self.by_server.setdefault(server.name, set()).add(slot)
         instance.slot, instance.state = slot, "idle"
-        instance.users, instance.calls, instance.started_wall = set(ready["users"]), ready["calls"], ready["started"]
+        instance.users, instance.calls, instance.started_wall = set(users), calls, started
+        child.secrets = definition.secrets
+        if ready.get("callers", 2) and not (scope in PRIVATE_SCOPES and not named):
+            # Who they were cannot be told any more, so the first that is back is not the only one.
+            instance.callers = {0, 1}
         instance.answered, instance.was_reading = 1, bool(reading)
         instance.upstream.first_is_torn = bool(reading)
         if torn:
             # Half a request may be in the pipe; without this the next one would be taken for its rest.
             child.stdout.write(b"\n")
-        for question_id, method, *waiting in ready["questions"]:
+        for question_id, method, *waiting in questions:
             if waiting:
                 self.listener.reopen_question(instance, question_id, method, *waiting)
                 continue
@@ -5184,7 +5219,10 @@ class Pool:
     def _recover(self, adopted):
         """Find out from the journal what was in flight; what is not sure is written down as that first."""
         by_number = {number: adopted.get(name) for name, number in self.journal.children.items()}
-        if self.journal.map is None or self.journal.is_new or self.journal.overflowed():
+        if self.journal.map is None or self.journal.is_new:
+            return
+        if self.journal.overflowed():
+            self.journal.clear()
             return
         self.recovered = {}
         for mark, (state, plain, number, wire_id, token, key) in list(self.journal.calls()):
@@ -5208,6 +5246,8 @@ class Pool:
                     instance.step("lease")
                     self._arm(instance)
             if token != NO_TOKEN:
+                if (token, key) in self.recovered:
+                    self.let_go(self.recovered[(token, key)])    # an earlier round of the same request
                 self.recovered[(token, key)] = orphan
             elif call.instance is None:
                 self.journal.settle(call)
@@ -5528,7 +5568,7 @@ class Pool:
             self.loop.soon(self._retry_capacity)
         if self.draining is None:
             for other in list(self.by_server.get(instance.definition.server.name, ())):
-                if other is not slot and other.instance is None and (other.queue or other.waiters):
+                if other is not slot and other.instance is None and (other.waiting() or other.waiters):
                     self.loop.soon(lambda other=other: self.wake(other))
         self.listener.on_free()
 
@@ -6093,7 +6133,7 @@ class SchemaStore:
             self._note_heard(call.schema, call.subject, False)
 
     def _note_heard(self, schema, subject, logs):
-        if schema.logs(subject) is not logs:
+        if schema.logs(subject) is not logs and len(schema.heard) < 2000:
             schema.heard[subject] = [logs, time.time() + self.ASKING_KEPT_S]
             self.save(schema)
 
@@ -6292,8 +6332,9 @@ def template_matches(template, uri):
 CARRIES_QUESTIONS = frozenset(("tools/call", "prompts/get", "resources/read", "completion/complete"))
 # How long other calls are held back while it is found out whose question it is.
 QUIESCE_S = 2.0
-# A server that asks several things at once has asked them all within this.
-ASKED_ALL_S = 1.0
+# A server that asks several things at once has asked them all within this; one that was seen to
+# take longer, within the second.
+ASKED_ALL_S, ASKED_LATE_S = 1.0, 5.0
 # A model's turn cannot be taken by a person later: sampling without a host is refused soon.
 OPEN_SAMPLING_S = 10.0
 
@@ -6477,7 +6518,8 @@ class Questions:
         now, hosts = time.monotonic(), set()
         for host, count in asked.items():
             mine = [call for call in calls if call.host is host]
-            if len(mine) <= count and now - newest[host] >= ASKED_ALL_S and not any(name_of(call) in at_once for call in mine):
+            patience = ASKED_LATE_S if any(name_of(call) in at_once for call in mine) else ASKED_ALL_S
+            if len(mine) <= count and now - newest[host] >= patience:
                 hosts.add(host)
         return hosts
 
@@ -6598,7 +6640,8 @@ class Questions:
             if any(q.call is call and q is not question and question.asked_at - q.asked_at >= ASKED_ALL_S
                    for q in self.by_id.values()):
                 self.schemas.note_at_once(schema, name_of(call))
-            self.loop.call_later(ASKED_ALL_S + 0.001, lambda: self._turn_is_free(question.instance))
+            for patience in (ASKED_ALL_S, ASKED_LATE_S):
+                self.loop.call_later(patience + 0.001, lambda: self._turn_is_free(question.instance))
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
             self._refuse(question, refusal)
@@ -6974,6 +7017,7 @@ class Host:
         self.seen_uris = collections.OrderedDict()    # uri -> (server, identity of the named call)
         self.closed = False
         self.version = None              # of its shim
+        self.roots_changes = 0           # how often it has said that they changed
         self.roots = None                # Place of its first root, once asked
         self.connected_wall = time.time()
         # See slot_for -> (config generation, Definition); may be shared by hosts of one environment.
@@ -7097,6 +7141,7 @@ class Host:
 
     def _submit_to(self, call, slot, schema):
         call.schema = schema
+        call.route_stamp = (self.core.config_generation, self.roots_changes)
         tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
         hints = tool.get("annotations") if tool and isinstance(tool.get("annotations"), dict) else {}
         call.may_repeat = call.method != "tools/call" or bool(
@@ -7401,7 +7446,8 @@ class LegacyHost(Host):
     def _note_route(self, call):
         """A call has been answered: the next one of its tool may go the same way."""
         instance, name = call.slot.instance, call.params.get("name")
-        if (self.surface.single and call.method == "tools/call" and instance is not None and isinstance(name, str)
+        if (self.surface.single and call.method == "tools/call"
+                and call.route_stamp == (self.core.config_generation, self.roots_changes) and instance is not None and isinstance(name, str)
                 and "_meta" not in call.params and "task" not in call.params and instance.upstream.era == "legacy"
                 and not runs_as_task(call.schema, call.schema.tool(name))
                 and not call.slot.key.text.startswith("call:") and not call.identity.named
@@ -7943,6 +7989,7 @@ def _on_host_progress(host, params):
 
 def _on_roots_changed(host, _params):
     host.roots = None
+    host.roots_changes += 1
     host._routes.clear()
     for slot in host.slots:
         instance = slot.instance
@@ -10545,7 +10592,7 @@ class DaemonPaths:
         self.record = os.path.join(self.state, "daemon-%s.json" % name)
         self.sessions = os.path.join(self.state, "sessions-%s.json" % name)
         self.log = os.path.join(self.state, "logs", "daemon-%s.log" % name)
-        self.code = os.path.join(self.state, "code")
+        self.code = os.path.join(self.state, "code-%s" % name)
         self.socket = socket_path(config_file, env)
 
     def recorded_socket(self):
@@ -11365,7 +11412,7 @@ class Daemon:
         self.upgrade = Upgrade(self, path, on_done)
         try:
             self.upgrade.begin()
-        except (UsageError, SnapshotError, OSError) as error:
+        except Exception as error:
             self.upgrade = None
             raise RpcError(INVALID_PARAMS, "%s: %s" % (path, error))
 
@@ -11394,7 +11441,11 @@ class Daemon:
             __version__, self.config.get("shim.keepBytes"), self.config.get("shim.drainTimeout"),
             self.config.get("shim.closeTimeout"), self.config.get("limits.lineBytes"), self.incarnation))
         if resumed:
-            host.take_state(hello["state"])
+            try:
+                host.take_state(hello["state"])
+            except Exception:
+                # The state of another version, say: the host is served without it.
+                self.log.error("the state of host %s cannot be taken over: %s", host.id, traceback.format_exc())
         losses = hello.get("resent")
         if isinstance(losses, list) and losses:
             link.expect_repeated(losses)
@@ -11778,6 +11829,9 @@ class Daemon:
             self.modern_tasks.on_gone(instance)
         if instance.own_schema is not None:
             self._leave_own_schema(instance)
+        for host in self.hosts:
+            for name in [name for name, route in host._routes.items() if route[2] is instance]:
+                del host._routes[name]
 
     def on_free(self):
         """An instance has left every table."""
@@ -12181,7 +12235,7 @@ class Upgrade:
     def _exec(self):
         """Become the new code; returns only if that did not work."""
         self.timer.cancel()
-        writer, fd = SnapshotWriter(), None
+        writer, fd, problem = SnapshotWriter(), None, None
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
         try:
             snapshot = writer.dump(self.core)
@@ -12192,21 +12246,22 @@ class Upgrade:
                 os.set_inheritable(descriptor, True)
             signal.alarm(EXEC_WAIT_S)
             exec_daemon(self.copy, self.core.paths.config, fd, self.previous)
-        except (OSError, SnapshotError) as error:
+        except Exception as error:
+            problem = "%s: %s" % (type(error).__name__, error)
             signal.alarm(0)
             for descriptor in writer.descriptors:
                 os.set_inheritable(descriptor, False)
             if fd is not None:
                 os.close(fd)
-            self.fail(str(error))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        self.fail(problem)
 
     def fail(self, text):
         """The code goes on that ran before."""
         self.core.log.error("the upgrade to %s failed: %s", self.path, text)
-        self.core.upgrade_over()
         self.on_done({"error": RpcError(INTERNAL_ERROR, "the daemon goes on with the code it has: " + text).as_object()})
+        self.core.upgrade_over()
 
     def succeed(self):
         """Called in the new code."""
@@ -12278,10 +12333,8 @@ def resume_daemon(config, fd, previous, failed):
     os.close(fd)
     signal.alarm(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [getattr(signal, name) for name in UPGRADE_SIGNALS])
-    if failed:
-        core.upgrade.fail(failed)
-    else:
-        core.upgrade.succeed()
+    upgrade = core.upgrade
+    core.loop.soon(lambda: upgrade.fail(failed) if failed else upgrade.succeed())
     return core
 
 
@@ -12885,7 +12938,7 @@ class Shim:
             times.append(time.monotonic() + 0.5)      # to see whether the host still lives
         if self.state == "down":
             times.append(self.retry_at)
-        if self.state in ("down", "starting", "hello") and self.kept and self.was_up:
+        if self.state in ("down", "starting") and self.kept and self.was_up:
             times.append(self.down_since + PATIENCE_S)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -12896,7 +12949,8 @@ class Shim:
         if self.deadline is not None and now >= self.deadline:
             return self._no_daemon("the daemon does not answer" if self.state == "hello" else
                                    "the daemon did not come up in %gs" % START_WAIT_S)
-        if self.was_up and self.kept and self.state in ("down", "starting", "hello") and (
+        # Not in a hello: it has its own deadline, and the daemon expects what it says is repeated.
+        if self.was_up and self.kept and self.state in ("down", "starting") and (
                 now - self.down_since > PATIENCE_S):
             self._answer_with_errors()
         return None
