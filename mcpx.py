@@ -6425,6 +6425,16 @@ class Questions:
         else:
             self._hand_over(question, host)
 
+    def place_again(self, question):
+        """Find another call for a question whose call, as it seemed, has ended without an answer to it."""
+        question.host.withdraw_question(question, None)
+        question.host = question.call = None
+        question.timer.cancel()
+        if question.on_answer is not None:
+            self.give_up(question, "the request that this belonged to is over")
+        else:
+            self.loop.soon(lambda: self._attribute(question))
+
     def _about_task(self, question):
         """The upstream asks about a task that a host made of an earlier question."""
         host, task_id = self.host_tasks.get((question.instance.id, question.params.get("taskId")), (None, None))
@@ -8704,6 +8714,9 @@ class HeldCall:
     def _deliver(self):
         request, call, (message, line) = self.request, self.request_call, self.result
         self.request = self.request_call = None
+        for question in list(self.keys.values()):
+            # Its call has ended without an answer to this: another one has asked.
+            self.core.questions.place_again(question)
         self.forget()
         if not request.closed:
             call.finish(message, line)
