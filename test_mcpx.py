@@ -522,6 +522,30 @@ class Curious(Upstream):
         return json.dumps(answer.get("result") or answer)
 
 
+class Duet(Curious):
+    """`follow` asks when `lead` has its answer; then `lead` ends, and last comes what `follow` was told."""
+
+    def on_start(self):
+        self.led = queue.Queue()
+
+    def call_tool(self, name, arguments, message):
+        if name != "lead":
+            return super().call_tool(name, arguments, message)
+        self.ask("elicitation/create", self.QUESTIONS["elicitation/create"])
+        self.led.put(message["id"])
+
+    def tool_lead(self):
+        """Ask, and leave the answer to the call of the other."""
+
+    def tool_follow(self):
+        lead, told = self.led.get(), queue.Queue()
+        self.asked["f"] = told
+        self.send({"id": "f", "method": "elicitation/create", "params": dict(
+            self.QUESTIONS["elicitation/create"], message="follow?")})
+        self.send({"id": lead, "result": {"content": [{"type": "text", "text": "led"}]}})
+        return json.dumps(told.get()["result"])
+
+
 class Everywhere(Curious):
     """Says which process answers, whatever it is asked."""
 
@@ -625,7 +649,7 @@ class Broken(Upstream):
 
 ROLES = {role.__name__.lower(): role for role in (
     Upstream, Silent, Noisy, Mortal, Stubborn, LastWords, Brood, Flood, Deaf, HeadFirst, Closing, Old, Strict, Lock, Pages,
-    Versions, Bytes, Curious, Everywhere, Tasks, Broken)}
+    Versions, Bytes, Curious, Duet, Everywhere, Tasks, Broken)}
 
 
 def play_role(arguments):
@@ -4512,6 +4536,24 @@ def test_a_legacy_host_is_asked_in_its_own_way_by_a_modern_server(web_lab, tool,
     bare = web_lab.host("new")
     with pytest.raises(Refused):
         bare.call(tool, **arguments) if tool != "ask" else bare.call("sample", text="t")
+
+
+def test_a_question_that_was_taken_for_that_of_a_call_which_ends_is_put_by_another_of_its_host(lab):
+    lab.configure({"duet": lab.role("duet", "duet", scope="global")})
+    host = lab.start("duet")
+
+    def begin(tool, **more):
+        return host.request("tools/call", dict({"name": tool, "arguments": {}, "_meta": MODERN_META}, **more))
+    led = host.result(begin("lead"))
+    key, = led["inputRequests"]
+    follow = begin("follow")
+    lead = begin("lead", inputResponses={key: {"action": "decline"}}, requestState=led["requestState"])
+    assert text_of(host.result(lead)) == "led"
+    asked = host.result(follow)
+    (key, question), = asked["inputRequests"].items()
+    assert question["params"]["message"] == "follow?"
+    told = host.result(begin("follow", inputResponses={key: {"action": "cancel"}}, requestState=asked["requestState"]))
+    assert json.loads(text_of(told)) == {"action": "cancel"}
 
 
 def test_an_open_question_goes_when_nobody_waits_for_it_any_more(lab):
