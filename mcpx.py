@@ -4511,7 +4511,7 @@ class Pool:
 
     listener.on_question / on_notification / on_ready / on_gone(instance) are told what
     happens on instances; listener.waiting_hosts(instance) tells whose calls wait for answers,
-    listener.asking_parties(instance, call) who was asked a moment ago.
+    listener.asking_parties(instance) who was asked a moment ago.
     """
 
     def __init__(self, loop, log, config, incarnation, directories):
@@ -5722,7 +5722,7 @@ def overlaps(instance, call):
     asks at once comes within a moment, and nothing that may ask is started in that.
     """
     if instance.questions and call.may_ask and not call.turn_over and (
-            instance.pool.listener.asking_parties(instance, call) - {call.party}):
+            instance.pool.listener.asking_parties(instance) - {call.party}):
         return True
     logs = call.logs and call.host.level is not None and not call.turn_over
     others = [other for other in instance.upstream.in_flight.values()
@@ -6335,8 +6335,6 @@ QUIESCE_S = 2.0
 # A server that asks several things at once has asked them all within this; one that was seen to
 # take longer, within the second.
 ASKED_ALL_S, ASKED_LATE_S = 1.0, 5.0
-# How long a call that has never been seen to ask waits for that: most never will.
-MAY_ASK_S = 0.25
 # A model's turn cannot be taken by a person later: sampling without a host is refused soon.
 OPEN_SAMPLING_S = 10.0
 
@@ -6535,12 +6533,12 @@ class Questions:
                 hosts.add(host)
         return hosts
 
-    def asking_parties(self, instance, call):
-        """Return who was asked so short a time ago that the server may ask more, for a call that wants to start."""
-        now, window = time.monotonic(), ASKED_ALL_S if call.asks else MAY_ASK_S
+    def asking_parties(self, instance):
+        """Return who was asked so short a time ago that the server may not have asked all yet."""
+        now = time.monotonic()
         return {question.call.party for question in self.by_id.values()
                 if question.instance is instance and question.call is not None and question.on_answer is None
-                and now - question.asked_at < window}
+                and now - question.asked_at < ASKED_ALL_S}
 
     def _without_waiting(self, instance, calls):
         """Leave out the calls that wait for an answer, where another one can have asked."""
@@ -6652,7 +6650,7 @@ class Questions:
             if any(q.call is call and q is not question and question.asked_at - q.asked_at >= ASKED_ALL_S
                    for q in self.by_id.values()):
                 self.schemas.note_at_once(schema, name_of(call))
-            for patience in (MAY_ASK_S, ASKED_ALL_S, ASKED_LATE_S):
+            for patience in (ASKED_ALL_S, ASKED_LATE_S):
                 self.loop.call_later(patience + 0.001, lambda: self._turn_is_free(question.instance))
         refusal = refusal_of_question(question.method, question.params, host.revision or LATEST_LEGACY)
         if refusal is not None:
@@ -11807,9 +11805,9 @@ class Daemon:
         """Return the hosts whose calls on an instance wait for an answer to what they asked."""
         return self.questions.waiting_hosts(instance)
 
-    def asking_parties(self, instance, call):
-        """Return who was asked something by an instance so short a time ago that a call has to wait."""
-        return self.questions.asking_parties(instance, call)
+    def asking_parties(self, instance):
+        """Return who was asked something by an instance a moment ago."""
+        return self.questions.asking_parties(instance)
 
     def on_question(self, instance, message):
         """A server asks something."""
