@@ -151,6 +151,13 @@ KNOWN = [
     ),
     Known(
         (SHARED,),
+        "server-stateless",
+        "sep-2575-server-no-log-without-loglevel",
+        "dropped or failed to yield frame structures",
+        "Half a second is waited for a tool not seen before, a moment after another's question: it starts after one.",
+    ),
+    Known(
+        (SHARED,),
         "input-required-result-basic-list-roots",
         "sep-2322-list-roots-incomplete",
         "Expected InputRequiredResult with roots/list",
