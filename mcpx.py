@@ -2848,7 +2848,7 @@ class Upstream:
     owner.on_ghost_gone()           a cancelled call is surely over
     owner.on_sending(call)          a request of a host is about to be queued under its wire id
     owner.on_taken(call)            its answer has been taken from the pipe
-    owner.call_later(delay, callback)
+    owner.call_later(delay, callback)   returns a Timer
     """
 
     def __init__(self, stream, owner, counters):
@@ -2857,6 +2857,7 @@ class Upstream:
         self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
         # Cancelled calls that the server may still be at: what it asks or logs may be theirs.
         self.ghosts = {}                 # wire id -> Call, until a late answer or for cancelGrace
+        self._rest_timers = {}           # wire id -> Timer that ends the ghost
         self.era, self.revision = "legacy", LATEST_LEGACY
         self.only_era = None             # the era that it turned out to speak alone
         self.probing = False             # it has not yet shown which era it speaks
@@ -3106,8 +3107,11 @@ class Upstream:
 
     def haunt(self, call, grace):
         """Let a cancelled call count for some time when it has to be told whose a question is."""
+        earlier = self._rest_timers.pop(call.wire_id, None)
+        if earlier is not None:
+            earlier.cancel()
         self.ghosts[call.wire_id] = call
-        self.owner.call_later(grace, lambda: self._lay_to_rest(call))
+        self._rest_timers[call.wire_id] = self.owner.call_later(grace, lambda: self._lay_to_rest(call))
 
     def _give_up_own(self, call):
         if self.in_flight.get(call.wire_id) is call:
@@ -3116,6 +3120,8 @@ class Upstream:
 
     def _lay_to_rest(self, call):
         if self.ghosts.pop(call.wire_id, None) is not None:
+            # Else it would keep the call, and all that hangs on it, for the rest of its time.
+            self._rest_timers.pop(call.wire_id).cancel()
             self.owner.on_ghost_gone()
 
     def facts(self):
@@ -4367,8 +4373,8 @@ class Instance:
         return self.child.pid
 
     def call_later(self, delay, callback):
-        """Call back after a while."""
-        self.pool.loop.call_later(delay, callback)
+        """Call back after a while; returns the Timer."""
+        return self.pool.loop.call_later(delay, callback)
 
     # -- callbacks of the upstream ---------------------------------------------
 

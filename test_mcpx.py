@@ -5230,7 +5230,8 @@ def test_the_number_of_descriptors_stays_the_same_over_upgrades(lab):
 
     def kinds():
         links = [os.readlink("/proc/%d/fd/%s" % (daemon, fd)) for fd in os.listdir("/proc/%d/fd" % daemon)]
-        return collections.Counter(re.sub(r"\d+|\.log", "", link) for link in links)
+        # The log is opened at its first line, and one that only repeats is not written.
+        return collections.Counter(re.sub(r"\d+", "", link) for link in links if "/logs/" not in link)
     lab.command("reload", "--upgrade")
     before = kinds()
     for _ in range(3):
