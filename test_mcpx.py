@@ -3310,7 +3310,7 @@ def test_a_server_that_holds_a_lock_never_meets_its_own_successor(lab, how):
     host = lab.host("lock")
     pid = host.whoami()["pid"]
     if how == "restart":
-        restart = threading.Thread(target=lab.command, args=("restart", "lock"))
+        restart = threading.Thread(target=lab.command, args=("restart", "lock"), daemon=True)
         restart.start()
         lab.wait_for("the end of its input", lambda: lab.seen("lock", "eof", pid=pid))
     elif how == "config":
@@ -5168,8 +5168,8 @@ def test_the_code_is_exchanged_under_hosts_that_notice_nothing(lab):
     asked = host.begin("curious_inquire")
     question = host.expect(lambda m: m.get("method") == "elicitation/create", "the question")
     held = web.modern("asker", "tools/call", {"name": "ask", "arguments": {"message": "?"}})[1][-1]["result"]
-    streams = [threading.Thread(target=lambda: answers.append(session.tool("sleep", seconds=4, text="legacy"))),
-               threading.Thread(target=lambda: answers.append(web.tool("demo", "sleep", seconds=4, text="modern")))]
+    streams = [threading.Thread(target=lambda: answers.append(session.tool("sleep", seconds=4, text="legacy")), daemon=True),
+               threading.Thread(target=lambda: answers.append(web.tool("demo", "sleep", seconds=4, text="modern")), daemon=True)]
     for stream in streams:
         stream.start()
     lab.wait_for("all calls", lambda: sum(i["inFlight"] for i in lab.instances("demo")) == 3)
@@ -5433,7 +5433,7 @@ def test_shim_writes_whole_and_in_order_to_any_descriptor_without_changing_its_f
         while data:
             received.append(data)
             data = os.read(read_fd, 50000)
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     if read_fd is not None:
         if kind != "file":
             assert not writer.flush(), "a full pipe must not block the writer"
@@ -5444,9 +5444,11 @@ def test_shim_writes_whole_and_in_order_to_any_descriptor_without_changing_its_f
     assert os.get_blocking(write_fd) and writer.pending_bytes == 0
     if writer._socket is not None:
         writer._socket.close()
-    os.close(write_fd)
+    for fd in {write_fd, writer._own_fd} - {None}:
+        os.close(fd)
     if read_fd is not None:
         reader.join(20)
+        assert not reader.is_alive()
         os.close(read_fd)
         assert b"".join(received) == expected
     elif kind == "file":
