@@ -7408,7 +7408,7 @@ class LegacyHost(Host):
             self._send(seq, error_message(host_id, RpcError(
                 INVALID_REQUEST, "the id %s is in use by a request that is not answered yet" % json.dumps(host_id))))
             return
-        if host_id in self._cancelled_ids:
+        if host_id in self._cancelled_ids and method != "initialize":
             self._settled(seq)
             return
         under_way = len(self.calls) + len(self.modern) + len(self._early)
