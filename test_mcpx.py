@@ -6546,12 +6546,13 @@ def test_a_host_that_cancels_its_own_handshake_is_greeted_all_the_same(lab):
             while not os.path.exists(sys.argv[1]):
                 time.sleep(0.01)
         """, lab.gate("go"), scope="global")})
-    host, other, early = lab.start("slow"), lab.start("slow"), lab.start("slow")
-    hello, second = host.hello(), other.hello()
+    early = lab.start("slow")
     # This one does so before there is a daemon that could hear of it.
     early.write(as_line({"id": "hello", "method": "initialize", "params": {
         "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "early", "version": "1"}}})
         + as_line({"method": "notifications/cancelled", "params": {"requestId": "hello"}}))
+    host, other = lab.start("slow"), lab.start("slow")
+    hello, second = host.hello(), other.hello()
     lab.wait_for("the start", lambda: starts(lab, "slow"))
     host.notify("notifications/cancelled", requestId=hello, reason="impatient")
     assert host.ask("ping") == {}
