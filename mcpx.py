@@ -6581,7 +6581,9 @@ class Questions:
         active = [call for call in calls if not call.cancelled and not call.host.closed]
         able = [call for call in active if call.host.can_answer(question)] or active or calls
         if able[0].host.era == "modern":
-            # PROTOCOL 8.2: the oldest that can be asked; each request is a host of its own.
+            # PROTOCOL 8.2: the oldest that can be asked; each request is a host of its own. One that was
+            # asked before may never come back with its answer, so it comes after those that wait.
+            able.sort(key=lambda call: not call.host.is_there)
             self._to_host(question, able[0].host, [call for call in calls if call.host is able[0].host])
         else:
             self._to_host(question, able[0].host, calls)
@@ -8366,6 +8368,7 @@ class ModernRequest(Host):
     """
 
     era = "modern"
+    is_there = True
 
     def __init__(self, core, link, names, identity, env, definitions=None):
         super().__init__(core, link, names, identity, env, definitions)
@@ -8601,15 +8604,19 @@ class ModernRequest(Host):
 def spell_error_up(error, call):
     """Return an upstream's error object as a modern host may see it.
 
-    MCP 2026-07-28, basic/index: -32002 is gone, -32020 to -32099 are reserved; of those only a
-    missing capability is about the host.
+    MCP 2026-07-28, basic/index: -32002 is gone, -32020 to -32099 are reserved. What a server of
+    that revision means by one of those is its host's matter, but for the version and the headers,
+    which were ours; of a legacy server only a missing capability can be meant so.
     """
     code = error["code"]
     if code == RESOURCE_NOT_FOUND:
         data = error.get("data") if isinstance(error.get("data"), dict) else {}
         data.setdefault("uri", call.params.get("uri"))
         return {"code": INVALID_PARAMS, "message": error.get("message", "Resource not found"), "data": data}
-    if -32099 <= code <= -32020 and code != MISSING_CAPABILITY:
+    instance = call.slot.instance if call.slot is not None else None
+    kept = code == MISSING_CAPABILITY or (
+        instance is not None and instance.upstream.era == "modern" and code not in (HEADER_MISMATCH, UNSUPPORTED_VERSION))
+    if -32099 <= code <= -32020 and not kept:
         return {"code": INTERNAL_ERROR, "message": str(error.get("message", "")), "data": {"upstreamCode": code}}
     return error
 
@@ -8623,6 +8630,11 @@ class HeldCall:
 
     revision, era = MODERN, "modern"
     level = None
+
+    @property
+    def is_there(self):
+        """Is a request attached that a question can be an answer to?"""
+        return self.request is not None
 
     def __init__(self, core, held_id, request, call):
         self.core, self.id, self.call, self.pipe = core, "held%d" % held_id, call, request.pipe
@@ -8919,6 +8931,7 @@ class ModernTask:
     the host's place for the questions that the task asks."""
 
     revision, era = MODERN, "modern"
+    is_there = True                      # whoever looks at it is told what it asks
     level = None
 
     def __init__(self, core, task_id, upstream_id, call, capabilities, is_core):
