@@ -180,11 +180,20 @@ DISTURBANCES = {"calm": nothing, "child killed": kill_children, "daemon killed":
 
 
 def open_files(pid):
-    """How many descriptors a process has, where that can be told without a tool."""
+    """How many descriptors a process has, where that can be told without a tool.
+
+    A daemon that took a child over from a dead one watches it by a descriptor, one that started it by SIGCHLD.
+    """
+    directory, count = "/proc/%d/fd" % pid, 0
     try:
-        return len(os.listdir("/proc/%d/fd" % pid))
+        for name in os.listdir(directory):
+            try:
+                count += os.readlink(os.path.join(directory, name)) != "anon_inode:[pidfd]"
+            except FileNotFoundError:
+                continue
     except FileNotFoundError:
         return 0
+    return count
 
 
 def at_rest(place):
