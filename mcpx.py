@@ -7019,6 +7019,7 @@ class Host:
     """
 
     era = "legacy"
+    is_there = True                      # a question can be put to it right now
 
     def __init__(self, core, link, names, identity, env, definitions=None):
         self.core, self.link, self.identity, self.env = core, link, identity, env
@@ -8368,7 +8369,6 @@ class ModernRequest(Host):
     """
 
     era = "modern"
-    is_there = True
 
     def __init__(self, core, link, names, identity, env, definitions=None):
         super().__init__(core, link, names, identity, env, definitions)

@@ -408,9 +408,16 @@ class HttpHost(Host):
 
     async def again(self):
         """Start over after the daemon has gone: its sessions are gone too."""
-        if not self.modern:
+        for attempts_left in (2, 1, 0) if not self.modern else ():
             self.session_id = None
-            await self._initialize()
+            try:
+                await self._initialize()
+                return
+            except Gone:
+                # The next fault may have hit the new daemon already.
+                if not attempts_left:
+                    raise
+                await asyncio.sleep(0.5)
 
     def signal(self, _number):
         """There is no process."""
