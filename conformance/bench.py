@@ -528,7 +528,7 @@ def shim_over_interpreter(results):
 
 
 TARGETS = [
-    Target("latency", "small call, stdio, against mux", 1.5, lambda r: over(r["latency"], MCPX_STDIO, "mux"), quick=4),
+    Target("latency", "small call, stdio, against mux", 1.5, lambda r: over(r["latency"], MCPX_STDIO, "mux"), quick=12),
     Target("http", "small call, HTTP, against mux", 3,
            lambda r: over(r["http"]["latency"], MCPX_HTTP[0], "mux"), quick=9),
     Target("http", "small call, HTTP 2026-07-28, against mux", 3,
