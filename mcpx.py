@@ -6386,15 +6386,23 @@ class Questions:
             instance.upstream.answer(message["id"], {"error": RpcError(
                 METHOD_NOT_FOUND, "the client does not offer %s" % method).as_object()})
             return
-        question = Question(self.new_id(), instance, message["id"], method, params)
-        self.by_id[question.id] = question
-        self.by_upstream[(instance.id, question.upstream_id)] = question
-        instance.questions += 1
+        question = self._take_in(instance, message["id"], method, params)
         instance.pool.note_change(instance)
         if method.startswith("tasks/"):
             self._about_task(question)
         else:
             self._attribute(question)
+
+    def _take_in(self, instance, upstream_id, method, params):
+        question = Question(self.new_id(), instance, upstream_id, method, params)
+        self.by_id[question.id] = self.by_upstream[(instance.id, upstream_id)] = question
+        instance.questions += 1
+        return question
+
+    def _put_to_hosts(self, instance):
+        """Return the questions of an instance that are known to be of a host's call."""
+        return [question for question in self.by_id.values()
+                if question.instance is instance and question.call is not None and question.on_answer is None]
 
     def open_of(self, instance):
         """Return what another daemon must know of the questions that an instance waits for.
@@ -6412,10 +6420,8 @@ class Questions:
 
     def reopen(self, instance, upstream_id, method, params, why, until):
         """Let a question wait for a person that already did when the daemon before was killed."""
-        question = Question(self.new_id(), instance, upstream_id, method, params)
+        question = self._take_in(instance, upstream_id, method, params)
         question.why_open = why
-        self.by_id[question.id] = self.by_upstream[(instance.id, upstream_id)] = question
-        instance.questions += 1
         self._set_deadline(question, max(0.1, until - time.time()))
 
     def ask_for(self, instance, host, call, method, params, on_answer):
@@ -6524,10 +6530,9 @@ class Questions:
         """
         asked = collections.Counter()
         newest = {}
-        for question in self.by_id.values():
-            if question.instance is instance and question.call is not None and question.on_answer is None:
-                asked[question.call.host] += 1
-                newest[question.call.host] = question.asked_at
+        for question in self._put_to_hosts(instance):
+            asked[question.call.host] += 1
+            newest[question.call.host] = question.asked_at
         if not asked:
             return set()
         calls, at_once = possible_calls(instance), self.schemas.of_instance(instance).at_once
@@ -6542,9 +6547,8 @@ class Questions:
     def asking_parties(self, instance):
         """Return who was asked so short a time ago that the server may not have asked all yet."""
         now = time.monotonic()
-        return {question.call.party for question in self.by_id.values()
-                if question.instance is instance and question.call is not None and question.on_answer is None
-                and now - question.asked_at < ASKED_ALL_S}
+        return {question.call.party for question in self._put_to_hosts(instance)
+                if now - question.asked_at < ASKED_ALL_S}
 
     def _without_waiting(self, instance, calls):
         """Leave out the calls that wait for an answer, where another one can have asked."""

@@ -21,15 +21,13 @@ and its record {"result" or "error", "asked", "logs", "progress"}.
 """
 import collections
 import functools
-import json
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import equal
 import install
 from door import open_door
-from place import Failed, expect
+from place import run_plan
 
 HERE = Path(__file__).resolve().parent
 FIXTURE = HERE / "eras_fixture.py"
@@ -190,20 +188,7 @@ CLIENTS = {
 def transcript(place, sdk, mode, server):
     """What the plan comes to for a client that is given a server."""
     plan = {"mode": mode, "server": server, "answers": ANSWERS, "steps": list(steps_for(mode).values())}
-    try:
-        done = subprocess.run(
-            CLIENTS[sdk](),
-            input=json.dumps(plan).encode(),
-            env=place.env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=CLIENT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        raise Failed("the %s client did not end within %d s" % (sdk, CLIENT_LIMIT_S)) from late
-    expect(done.returncode == 0, "the %s client failed: %s", sdk, done.stderr.decode(errors="replace")[-1500:])
-    return json.loads(done.stdout)
+    return run_plan(place, CLIENTS[sdk](), plan, sdk + " client", CLIENT_LIMIT_S)
 
 
 def fixture_argv(*options):

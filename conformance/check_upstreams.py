@@ -7,7 +7,7 @@ from pathlib import Path
 import equal
 import everything
 import install
-from place import Failed, expect
+from place import expect, run_plan
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
@@ -143,20 +143,8 @@ def ask(place, sdk, argv, env, steps, abilities=False):
     """Run an SDK host against a server command; returns its transcript."""
     server = {"command": argv[0], "args": argv[1:], "env": env, "cwd": str(place.work)}
     plan = {"server": server, "abilities": abilities, "steps": steps}
-    try:
-        done = subprocess.run(
-            [install.venv_program(sdk, "python"), str(CLIENTS / (sdk + "_client.py"))],
-            input=json.dumps(plan).encode(),
-            env=place.env(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            timeout=CLIENT_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        raise Failed("the %s host did not end within %d s" % (sdk, CLIENT_LIMIT_S)) from late
-    expect(done.returncode == 0, "the %s host failed: %s", sdk, done.stderr.decode(errors="replace")[-1500:])
-    return json.loads(done.stdout)
+    client = CLIENTS / (sdk + "_client.py")
+    return run_plan(place, [install.venv_program(sdk, "python"), str(client)], plan, sdk + " host", CLIENT_LIMIT_S)
 
 
 def ask_directly(place, sdk, entry, steps, abilities=False):

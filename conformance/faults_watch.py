@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import time
 from pathlib import Path
 
 from place import Failed
@@ -146,15 +145,3 @@ class Watch:
                 name = str(path.relative_to(self.place.root))
                 names[re.sub(r"\d{4,}", "N", re.sub(r"[0-9a-f]{12,}", "H", name))] += 1
         return names
-
-
-def wait_for(condition, seconds, what):
-    """Poll until `condition()` is true and return its value. Fails with `what` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            raise Failed("not within %g s: %s" % (seconds, what() if callable(what) else what))
-        time.sleep(0.02)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import fuzz_mutate
 import fuzz_parts
-from faults_watch import Watch, cpu_seconds, wait_for
-from place import Failed, Place
+from faults_watch import Watch, cpu_seconds
+from place import Failed, Place, wait_until
 
 HERE = Path(__file__).resolve().parent
 
@@ -294,7 +294,7 @@ class Live:
             }
             return None if busy and busy != {"connections": 0} else tables
 
-        wait_for(at_rest, 40, lambda: "rest; there are %s" % self.watch.status()["tables"])
+        wait_until(at_rest, 40, lambda: "rest; there are %s" % self.watch.status()["tables"])
         return self.watch.footprint()
 
     def growth(self, allowance_kib=GROWTH_KIB):

@@ -67,14 +67,39 @@ def is_alive(pid):
     return any(pid == other for other, _parent, _text in processes())
 
 
+def run_plan(place, argv, plan, who, seconds):
+    """Give a client program a plan in JSON on stdin; returns the JSON that it prints.
+
+    Fails, naming `who`, when the program fails or is late.
+    """
+    try:
+        done = subprocess.run(
+            argv,
+            input=json.dumps(plan).encode(),
+            env=place.env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise Failed("the %s did not end within %d s" % (who, seconds)) from late
+    expect(done.returncode == 0, "the %s failed: %s", who, done.stderr.decode(errors="replace")[-1500:])
+    return json.loads(done.stdout)
+
+
 def wait_until(condition, seconds, what):
-    """Poll until the condition is true; its value is returned. Fails with `what`."""
+    """Poll until the condition is true; its value is returned.
+
+    Fails with `what`: a text, or a function that returns it.
+    """
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
-        expect(time.monotonic() < deadline, "not within %g s: %s", seconds, what)
+        if time.monotonic() >= deadline:
+            raise Failed("not within %g s: %s" % (seconds, what() if callable(what) else what))
         time.sleep(0.05)
 
 
