@@ -81,8 +81,8 @@ OWN_TABLES = ("tokens", "instances", "slots")
 PROBLEMS_SHOWN = 15
 # Files that are made when they are first needed and then stay, and how many of a kind: the code that runs and the
 # code before it are kept by an upgrade.
-STAYING = {"state/mcpx/starter-H.lock": 1, "state/mcpx/secret": 1, "state/mcpx/token": 1, "state/mcpx/code": 1}
-STAYING["state/mcpx/code/mcpx-H.py"] = 2
+STAYING = {"state/mcpx/starter-H.lock": 1, "state/mcpx/secret": 1, "state/mcpx/token": 1, "state/mcpx/code-H": 1}
+STAYING["state/mcpx/code-H/mcpx-H.py"] = 2
 
 # mode -> kinds of faults, with how often each is drawn. "gentle" ones do no harm: every call must have its result.
 GENTLE = {
