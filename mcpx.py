@@ -125,8 +125,8 @@ class _Later:
         return getattr(module, attribute)
 
 
-argparse, collections, fcntl, fnmatch, glob, hashlib, heapq, hmac, json = map(
-    _Later, "argparse collections fcntl fnmatch glob hashlib heapq hmac json".split())
+argparse, collections, fcntl, fnmatch, gc, glob, hashlib, heapq, hmac, json = map(
+    _Later, "argparse collections fcntl fnmatch gc glob hashlib heapq hmac json".split())
 re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
     _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
 marshal, mmap, tempfile, threading, traceback, types = map(
@@ -173,6 +173,8 @@ MAX_NAME_CHARS = 256
 READ_BYTES = 65536
 # POSIX guarantees an atomic write of 512 bytes; Linux has 4096.
 PIPE_BUF = 4096 if sys.platform.startswith("linux") else 512
+# A line that so many daemons have died with is not taken up by another.
+MAX_LOSSES = 3
 # How much of a line over the limit is kept, to find the id in it.
 OVERSIZE_HEAD_BYTES = 4096
 # A chain of pages that is longer than this is a server that repeats itself.
@@ -2475,6 +2477,7 @@ class Stream:
         self._end_when_flushed = self._paused = False
         self._backlog = []               # lines that are left for the next turns; nothing is read meanwhile
         self._close_reason = None        # why it closes once all is written
+        self._close_timer = None         # bounds the wait for that
         self._reason = None
         for fd in {read_fd, write_fd} - {None}:
             os.set_blocking(fd, False)
@@ -2604,12 +2607,14 @@ class Stream:
             return
         self._close_reason = reason
         self.pause(True)
-        self.loop.call_later(CLOSE_WAIT_S, lambda: self.close(reason))
+        self._close_timer = self.loop.call_later(CLOSE_WAIT_S, lambda: self.close(reason))
 
     def finish_close(self):
         """Called by the loop: write what is left without waiting, then let go of everything."""
         if self.read_fd is None and self.write_fd is None:
             return
+        if self._close_timer is not None:
+            self._close_timer.cancel()
         self._backlog = []
         self.note_unread()
         if self._queue and self.write_fd is not None:
@@ -2623,8 +2628,11 @@ class Stream:
         self.read_fd = self.write_fd = None
         self._queue.clear()
         self.queued_bytes = 0
-        if self.on_close is not None:
-            self.on_close(self._reason)
+        # Without these it and its owner are free at once; a cycle would wait for the collector.
+        on_close, self.on_lines, self.on_close, self.on_rest = self.on_close, None, None, None
+        self.on_data = self.on_deaf = None
+        if on_close is not None:
+            on_close(self._reason)
 
     def read_rest(self):
         """Read what a dead peer has left in the descriptor, without waiting, to the last byte.
@@ -2771,7 +2779,7 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "may_have_asked", "mark", "turn_timer", "route_stamp", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
+                 "has_logged", "may_have_asked", "mark", "timer", "route_stamp", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2786,7 +2794,7 @@ class Call:
         self.last_progress = self.schema = self.task = None
         self.sent_offset = 0             # where its bytes begin in the stream to the server
         self.losses = 0                  # how often a daemon died with it
-        self.turn_timer = None           # bounds its wait for other hosts' questions
+        self.timer = None                # bounds its wait, for other hosts' questions or for an answer
         self.route_stamp = None          # what its way to its instance depends on: see LegacyHost._note_route
         self.over = False                # the server has answered it, be it late: it asks nothing more
         self.has_asked = 0               # how many questions were told to be its
@@ -2823,6 +2831,8 @@ class Call:
         """Settle the call; later calls of this are ignored."""
         if not self.done:
             self.done = True
+            if self.timer is not None:
+                self.timer.cancel()      # else it would keep all that hangs on the call
             self.on_finish(self, message, line)
 
     def fail(self, error):
@@ -2926,7 +2936,8 @@ class Upstream:
                 legacy("it does not know server/discover")
         call = Call("server/discover", {}, answered)
         self.send(call)
-        self.owner.call_later(PROBE_WAIT_S, lambda: None if settled or call.done else self._stop_probing(call, legacy))
+        call.timer = self.owner.call_later(
+            PROBE_WAIT_S, lambda: None if settled or call.done else self._stop_probing(call, legacy))
 
     def _stop_probing(self, call, legacy):
         if self.in_flight.get(call.wire_id) is call:
@@ -3050,7 +3061,7 @@ class Upstream:
         self.owner.on_sending(call)
         if call.host is None and call.method not in ("initialize", "server/discover"):
             # Nobody waits for our own requests; a server that never answers must not be held up by one.
-            self.owner.call_later(OWN_WAIT_S, lambda: self._give_up_own(call))
+            call.timer = self.owner.call_later(OWN_WAIT_S, lambda: self._give_up_own(call))
         self._write_request(call)
         if call.mark is not None and self.in_flight.get(wire_id) is call:
             self.stream.marks.queued(self.stream.queued_total, call)
@@ -4774,9 +4785,9 @@ class Pool:
             call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
                                    % (slot.server.name, instance.child.stdout.queued_bytes)))
             return
-        if call.turn_timer is not None:
-            call.turn_timer.cancel()
-            call.turn_timer = None
+        if call.timer is not None:
+            call.timer.cancel()
+            call.timer = None
         call.instance = instance
         instance.leases += 1
         instance.calls += 1
@@ -4815,8 +4826,8 @@ class Pool:
                 call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
                                        "raise queueTimeout" % (slot.server.name, others, call.params.get("name"))))
                 self._rested(slot)
-        if call.turn_timer is None:
-            call.turn_timer = self.loop.call_later(timeout, give_up)
+        if call.timer is None:
+            call.timer = self.loop.call_later(timeout, give_up)
 
     def _rested(self, slot):
         """If nothing goes on in a slot, end it, or have it end after its idle time."""
@@ -6380,6 +6391,10 @@ class Questions:
     def ask(self, instance, message):
         """Take a question from an upstream."""
         method, params = message["method"], message.get("params") or {}
+        if (instance.id, message["id"]) in self.by_upstream:
+            # One answer can come to one id; a second question would be left over, and taken for another host's.
+            instance.on_noise("a second %s under the id %s" % (method, json.dumps(message["id"])))
+            return
         capability = QUESTION_CAPABILITY.get(method)
         if capability is None or capability not in instance.capabilities:
             # Never declared, so it must not be asked; nobody would be there to answer.
@@ -6438,14 +6453,24 @@ class Questions:
             self._hand_over(question, host)
 
     def place_again(self, question):
-        """Find another call for a question whose call, as it seemed, has ended without an answer to it."""
+        """Find another call for a question whose call, as it seemed, has ended without an answer to it.
+
+        Only of the same party: it was known to be of theirs.
+        """
+        party = question.call.party if question.call is not None else None
         question.host.withdraw_question(question, None)
         question.host = question.call = None
         question.timer.cancel()
-        if question.on_answer is not None:
-            self.give_up(question, "the request that this belonged to is over")
-        else:
-            self.loop.soon(lambda: self._attribute(question))
+
+        def place():
+            calls = [call for call in possible_calls(question.instance) if call.party == party]
+            if question.settled:
+                return
+            if calls and question.on_answer is None:
+                self._found(question, calls)
+            else:
+                self.give_up(question, "the request that this belonged to is over")
+        self.loop.soon(place)
 
     def _about_task(self, question):
         """The upstream asks about a task that a host made of an earlier question."""
@@ -6632,6 +6657,11 @@ class Questions:
                 continue
             if len({call.party for call in left}) > 1:
                 continue
+            clean = self.schemas.of_instance(instance).clean
+            if left and any(call.asks for call in question.candidates if call.over) and not any(
+                    call.asks or name_of(call) not in clean for call in left):
+                # More likely a call of the tool that asks did not wait for the answer than that one of these asks.
+                left = []
             if question in self._unattributed:
                 self._unattributed.remove(question)
                 self._release(instance.slot)
@@ -6981,10 +7011,6 @@ class InputLoop:
         if self.is_wanted():
             self.call.done = False
             self.call.fail(error)
-
-
-# A line that so many daemons have died with is not taken up by another.
-MAX_LOSSES = 3
 
 
 class Batch:
@@ -7426,7 +7452,7 @@ class LegacyHost(Host):
         if losses >= MAX_LOSSES:
             # Perhaps it is what the daemons die of.
             self._send(seq, error_message(host_id, StreamLost(
-                "%d daemons ended while this request was in flight; it is not tried again" % losses)))
+                "mcpx lost its daemon while this request was in flight; it is not tried again")))
             return
         if is_modern(message):
             self._on_modern(seq, message, line, losses)
@@ -11178,6 +11204,7 @@ class Daemon:
         self._elicitations = collections.OrderedDict()   # (slot name, id) -> host
         self._roots_asked = {}                        # our id -> (host, callback, timer)
         self._idle_timer = None
+        self._tidying = False            # it will be looked whether anybody is here
         self._listener = None
         self._socket_inode = None
         self._on_stopped = []
@@ -12119,6 +12146,15 @@ class Daemon:
     def on_link_gone(self):
         """A connection has closed."""
         self._maybe_idle_exit()
+        if not (self.links or self.http.connections or self._tidying):
+            self._tidying = True
+            self.loop.call_later(TIDY_S, self._tidy)
+
+    def _tidy(self):
+        """Give back what hosts have left behind in cycles: it takes milliseconds, which now nobody waits for."""
+        self._tidying = False
+        if not (self.links or self.http.connections):
+            gc.collect()
 
     def _cancel_idle_exit(self):
         if self._idle_timer is not None:
@@ -12397,6 +12433,8 @@ def listen_addresses(text, auth):
 
 # Between two tries to listen on an address that is taken.
 TCP_RETRY_S = 5.0
+# So long after the last one has gone, nobody is likely to come at this very moment.
+TIDY_S = 1.0
 # How long an ended daemon waits for hosts to take their last answers.
 LEAVE_WAIT_S = 2.0
 
@@ -12873,7 +12911,7 @@ class Shim:
         self.state = "down"
         self.socket = None
         self.writer = HostWriter(1)
-        # Lines of the host by running number: [line, losses]; a line too long to keep is None.
+        # Lines of the host by running number: [line, losses].
         self.kept = {}
         self.kept_bytes = 0
         self.first_seq = 1               # the running number that is line 1 on this link
@@ -12882,7 +12920,7 @@ class Shim:
         self.unsent_offset = 0
         self.hello = b""                 # what is left to send of it; lines wait for the welcome
         self.partial, self.partial_bytes = [], 0      # the unfinished line of the host
-        self.streaming = False           # in a line too long to keep, passed on as it comes
+        self.skipping = False            # the rest of a line that was cut off
         self.incoming = []               # the unfinished line of the daemon
         self.session_state = None        # what the daemon wants the next one to know, as JSON
         self.was_up = False
@@ -13007,7 +13045,7 @@ class Shim:
         if not data:
             self._host_has_ended()
             return
-        if self.state == "up" and not (self.unsent or self.partial or self.streaming) and (
+        if self.state == "up" and not (self.unsent or self.partial or self.skipping) and (
                 data.find(b"\n") == len(data) - 1):
             self._take_line(data)        # one whole line, as hosts mostly write it
             self._send()
@@ -13019,7 +13057,7 @@ class Shim:
             self._keep_partial(data)
             return
         first, start = data.find(b"\n"), 0
-        if self.partial or self.streaming:
+        if self.partial or self.skipping:
             self._end_partial(data[:first + 1])
             start = first + 1
         while start <= end:
@@ -13032,17 +13070,14 @@ class Shim:
             self._send()
 
     def _keep_partial(self, data):
-        if self.streaming:
-            self.unsent.append((None, data))
-            self._send_if_up()
+        if self.skipping:
             return
         self.partial.append(data)
         self.partial_bytes += len(data)
-        if self.partial_bytes > self.line_limit and self.state == "up":
-            # The daemon will refuse it by its own count; keep nothing meanwhile.
-            self.streaming = True
-            self.unsent.append((None, b"".join(self.partial)))
-            self.partial, self.partial_bytes = [], 0
+        if self.partial_bytes > self.line_limit:
+            # One byte over the limit is enough for the daemon to refuse the line, in the words of the host's revision.
+            self._take_line(b"".join(self.partial)[:self.line_limit + 1] + b"\n")
+            self.partial, self.partial_bytes, self.skipping = [], 0, True
             self._send_if_up()
 
     def _send_if_up(self):
@@ -13050,12 +13085,8 @@ class Shim:
             self._send()
 
     def _end_partial(self, data):
-        if self.streaming:
-            self.streaming = False
-            seq = self.next_seq
-            self.next_seq += 1
-            self.kept[seq] = [None, 0]
-            self.unsent.append((seq, data))
+        if self.skipping:
+            self.skipping = False
             return
         self.partial.append(data)
         line = self.partial[0] if len(self.partial) == 1 else b"".join(self.partial)
@@ -13073,21 +13104,18 @@ class Shim:
 
     def _shorten_kept(self):
         """Past the bound, large requests are kept as a stub: enough to say that they were lost."""
-        json_module = __import__("json")
         unsent = {seq for seq, _ in self.unsent}
-        for seq, entry in sorted(self.kept.items(), key=lambda item: -len(item[1][0] or b"")):
+        for seq, entry in sorted(self.kept.items(), key=lambda item: -len(item[1][0])):
             if self.kept_bytes <= self.keep_limit // 2:
                 return
-            if entry[0] is None or seq in unsent or len(entry[0]) < 4096:
+            if seq in unsent or len(entry[0]) < 4096:
                 continue
-            try:
-                message = json_module.loads(entry[0])
-                stub = {"jsonrpc": "2.0", "id": message["id"], "method": "tools/call", "params": {"name": ""}}
-                line = json_module.dumps(stub).encode() + b"\n"
-            except (ValueError, KeyError, TypeError):
-                line = b"\n"
+            stubs = [{"jsonrpc": "2.0", "id": request["id"], "method": "tools/call", "params": {"name": ""}}
+                     for request in self._requests_in(entry[0])]
+            line = encode_json(stubs if len(stubs) > 1 else stubs[0]) + b"\n" if stubs else b"\n"
             self.kept_bytes += len(line) - len(entry[0])
-            entry[0] = line
+            # No daemon may take it for a request that can be repeated.
+            entry[:2] = line, MAX_LOSSES
 
     def _host_has_ended(self):
         self.host_ended = True
@@ -13107,7 +13135,7 @@ class Shim:
 
     def _send(self):
         """Hand lines to the socket; a line counts as sent once its last byte is."""
-        if len(self.unsent) == 1 and not self.unsent_offset and self.unsent[0][0] is not None:
+        if len(self.unsent) == 1 and not self.unsent_offset:
             seq, line = self.unsent[0]
             try:
                 sent = self.socket.send(line)
@@ -13141,7 +13169,7 @@ class Shim:
             while self.unsent and sent >= len(self.unsent[0][1]):
                 seq, line = self.unsent.pop(0)
                 sent -= len(line)
-                if seq is not None and seq in self.kept:
+                if seq in self.kept:
                     self.kept[seq].append(True)       # handed over whole
             self.unsent_offset = sent
             if sent:
@@ -13218,7 +13246,7 @@ class Shim:
 
     def _forget(self, number):
         entry = self.kept.pop(number + self.first_seq - 1, None)
-        if entry is not None and entry[0] is not None:
+        if entry is not None:
             self.kept_bytes -= len(entry[0])
 
     def _forget_all(self):
@@ -13278,12 +13306,7 @@ class Shim:
         entries = [self.kept[seq] for seq in sorted(self.kept)]
         self.first_seq = self.next_seq
         self.kept, self.unsent, self.unsent_offset = {}, [], 0
-        if self.streaming:
-            # The rest of an over-long line cannot be told from a new one: skip to its end.
-            self.partial, self.partial_bytes, self.streaming = [b"\0"], 1, False
         for entry in entries:
-            if entry[0] is None:
-                continue
             self.kept[self.next_seq] = entry
             self.unsent.append((self.next_seq, entry[0]))
             self.next_seq += 1
@@ -13452,15 +13475,16 @@ class Shim:
 
     def _requests_in(self, line):
         try:
-            message = parse_json(line.strip()) if line else None
+            message = parse_json(line.strip())
         except RpcError:
-            return []
+            host_id = guess_id(line[:OVERSIZE_HEAD_BYTES])
+            return [] if host_id is None else [{"id": host_id, "method": ""}]
         members = message if isinstance(message, list) else [message]
         return [m for m in members if isinstance(m, dict) and "method" in m and is_valid_id(m.get("id"))]
 
     def unanswered(self):
         """Return the host's unanswered lines and its unfinished one, for who takes over."""
-        return b"".join([self.kept[seq][0] or b"" for seq in sorted(self.kept)] + self.partial)
+        return b"".join([self.kept[seq][0] for seq in sorted(self.kept)] + self.partial)
 
 
 def to_json(value):

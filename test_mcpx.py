@@ -558,6 +558,33 @@ class Duet(Curious):
         return json.dumps(told.get()["result"])
 
 
+class Loose(Curious):
+    """Careless with its questions."""
+
+    def tool_stammer(self):
+        """Ask twice under one id, and be content with the first answer."""
+        told = self.asked["again"] = queue.Queue()
+        for _ in range(2):
+            self.send({"id": "again", "method": "elicitation/create", "params": self.QUESTIONS["elicitation/create"]})
+        told.get()
+        return "stammer"
+
+    def tool_afterthought(self, until):
+        """Ask one thing, and with its answer another, for which it does not wait."""
+        self.ask("elicitation/create", self.QUESTIONS["elicitation/create"])
+        self.send({"id": "after", "method": "elicitation/create", "params": self.QUESTIONS["elicitation/create"]})
+        wait_for_file(until)
+        return "afterthought"
+
+    def tool_forget(self):
+        """Ask two things, and end with the first answer."""
+        told = self.asked["one"] = self.asked["two"] = queue.Queue()
+        for name in ("one", "two"):
+            self.send({"id": name, "method": "elicitation/create", "params": self.QUESTIONS["elicitation/create"]})
+        told.get()
+        return "forget"
+
+
 class Everywhere(Curious):
     """Says which process answers, whatever it is asked."""
 
@@ -661,7 +688,7 @@ class Broken(Upstream):
 
 ROLES = {role.__name__.lower(): role for role in (
     Upstream, Silent, Noisy, Mortal, Stubborn, LastWords, Brood, Flood, Deaf, HeadFirst, Closing, Old, Strict, Lock, Pages,
-    Versions, Bytes, Curious, Patient, Duet, Everywhere, Tasks, Broken)}
+    Versions, Bytes, Curious, Patient, Duet, Loose, Everywhere, Tasks, Broken)}
 
 
 def play_role(arguments):
@@ -3896,6 +3923,60 @@ def test_a_question_that_only_one_call_can_have_asked_is_answered(lab):
     assert asked(bob) == []
 
 
+@pytest.mark.parametrize("tool", ["stammer", "forget"])
+def test_a_question_that_its_call_does_not_wait_for_is_not_put_to_another_host(lab, tool):
+    """Its id is used twice, or the call ends all the same: whoever is left has not asked."""
+    lab.configure({"curious": lab.role("loose", "curious", scope="global")}, question_timeout="60s")
+    ann, bob = (lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name)) for name in ("ann", "bob"))
+    lab.open_gate("known")
+    assert bob.call("hold", until=lab.gate("known")) == "held"     # that it does not ask
+    ann.call(tool)                                                 # that it does
+    held = bob.begin("hold", until=lab.gate("bob"))
+    lab.wait_begun("curious", count=3)
+    call = ann.begin(tool)
+    wanted = 1 if tool == "stammer" else 2
+    questions = lab.wait_for("open questions", lambda: (lambda found: len(found) >= wanted and found)(
+        [q for q in lab.status()["questions"] if q["why"]]))
+    assert len(questions) == wanted
+    lab.command("answer", str(questions[0]["id"]), "decline")
+    assert text_of(ann.result(call)) == tool
+    lab.wait_for("no open questions", lambda: not lab.status()["questions"])
+    lab.open_gate("bob")
+    assert text_of(bob.result(held)) == "held"
+    bob.settle()
+    assert asked(bob) == []
+
+
+def test_a_second_question_of_a_modern_request_that_ends_is_not_put_to_another_client(lab):
+    """It was known whose it is; each request over HTTP is somebody's own."""
+    web = Web(lab, demo=demo(), curious=lab.role("loose", "curious", scope="global"))
+
+    def call(tool, **arguments):
+        params = {"name": tool, "arguments": arguments}
+
+        def again(asked=None, answered=()):
+            if asked is not None:
+                params.update(requestState=asked["requestState"],
+                              inputResponses={key: {"action": "decline"} for key in answered})
+            return web.modern("curious", "tools/call", params)[1][-1]["result"]
+        return again
+    first = call("afterthought", until=lab.gate("first"))
+    asked = first()
+    asked = first(asked, asked["inputRequests"])       # and here is the second question
+    held = []
+    hold = call("watch", until=lab.gate("other"))
+    other = threading.Thread(target=lambda: held.append(hold()), daemon=True)
+    other.start()
+    lab.wait_begun("curious", count=2)
+    lab.open_gate("first")
+    lab.wait_for("the end of the first call", lambda: lab.seen("curious", "end", tool="afterthought"))
+    assert text_of(first(asked)) == "afterthought"
+    lab.wait_for("no questions", lambda: not lab.status()["questions"])
+    lab.open_gate("other")
+    other.join(PATIENCE_S)
+    assert text_of(held[0]) == "watched"
+
+
 def test_a_question_of_nobody_knows_whom_is_asked_of_nobody(lab, monkeypatch):
     impatient(lab, monkeypatch, QUIESCE_S=("2.0", "0.4"))
     lab.configure({"curious": lab.role("curious", "curious", scope="global")}, question_timeout="1500ms")
@@ -5116,6 +5197,40 @@ def test_a_request_that_no_daemon_has_handed_on_is_new_to_the_next_one(lab):
             assert len(lab.seen("plain", "begin", tag="t%d-%d" % (n, k))) <= 1
     assert host.call("echo", text="x") == "x"
     assert len(lab.seen("plain", "start")) == 1
+
+
+def test_a_line_over_the_limit_is_refused_by_the_next_daemon_too(lab):
+    """Its rest, which comes later, is nobody's request."""
+    lab.configure({"plain": lab.role("upstream", "plain", scope="global")}, limits_lineBytes="256KiB")
+    host = lab.host("plain", revision="2025-06-18")
+    host.call("echo", text="x")
+    daemon = lab.daemon_pid()
+    os.kill(daemon, signal.SIGSTOP)      # so that it cannot have refused the line before it dies
+    line = as_line(echo_request("over", "y" * (600 << 10)))
+    host.write(line[:300 << 10])
+    os.kill(daemon, signal.SIGKILL)
+    lab.wait_gone(daemon)
+    host.write(line[300 << 10:])
+    assert host.call("echo", text="after") == "after"
+    error = host.answer("over")["error"]
+    assert "limits.lineBytes" in error["message"]
+    assert not [m for m in host.seen if m.get("id", 0) is None], "the rest of the line was read as one"
+
+
+def test_large_requests_in_flight_beyond_the_shims_memory_are_lost_with_a_mark(lab):
+    """The shim keeps only who asked; no daemon may take what it keeps for a request."""
+    lab.configure({"plain": lab.role("patient", "plain", scope="global")}, shim_keepBytes="1MiB")
+    host = lab.host("plain")
+    host.call("echo", text="x")
+    daemon = lab.daemon_pid()
+    big = [host.begin("length", text="x" * (700 << 10), tag="t%d" % n) for n in range(4)]
+    lab.wait_begun("plain", "t3")
+    os.kill(daemon, signal.SIGKILL)
+    for call in big:
+        answer = host.answer(call)
+        assert is_lost(answer["error"]) if "error" in answer else text_of(answer["result"]) == str(700 << 10)
+    assert host.call("echo", text="x") == "x"
+    assert all(len(lab.seen("plain", "begin", tag="t%d" % n)) == 1 for n in range(4))
 
 
 def test_a_pid_of_somebody_else_in_the_records_is_left_alone(lab):

@@ -188,6 +188,7 @@ class Driver:
         self.ledger = Ledger(self.place.root / "ledger")
         self.hosts, self.calls, self.by_id = [], {}, {}
         self.wires, self.harms = [], []  # harms under way: (kind, predicate on calls, until)
+        self.hits = []  # what wires have done in this step, for a look when it has gone wrong
         self.problems, self.counts = [], collections.Counter()
         self.step_number = self.serial = 0
         self.killed_daemon = self.killed_holder = False  # in this step
@@ -201,6 +202,9 @@ class Driver:
         self.problems.append(text)
         if len(self.problems) <= PROBLEMS_SHOWN:
             print("PROBLEM seed %s step %d: %s" % (self.seed, self.step_number, text), flush=True)
+            for hit in self.hits:
+                print("    wire: %s" % hit, flush=True)
+            self.hits = []
 
     def hear(self, host, message):
         """A host has been sent a message."""
@@ -622,18 +626,21 @@ class Driver:
 
     async def step(self, kinds):
         self.step_number += 1
+        self.hits = []
         rng = random.Random("%s step %d" % (self.seed, self.step_number))
         await self.fill_up(rng)
         gate = self.place.root / ("gate%d" % self.step_number)
         for _ in range(rng.randint(0, 4)):
             host = rng.choice(self.hosts)
-            self.begin(
+            parked = self.begin(
                 host,
                 rng,
                 tool="park",
                 server=rng.choice([name for name in host.servers if name != "excl"] or host.servers),
                 gate=str(gate),
             )
+            # On a busy machine this step may take longer than a call may.
+            asyncio.get_running_loop().call_later(CALL_TIMEOUT_S - 0.3, parked.harm, "a gate that stays shut")
         names, weights = list(kinds), list(kinds.values())
         chosen = rng.choices(names, weights, k=rng.randint(2, 6))
         work = [
@@ -867,8 +874,11 @@ class Driver:
             line = await reader.readline()
             if line:
                 self.wires.append(Wire(json.loads(line), writer))
-            while await reader.readline():
-                continue  # what was hit; a look at it helps when a run has failed
+            while True:
+                hit = await reader.readline()
+                if not hit:
+                    break
+                self.hits.append(hit.decode().rstrip())
         except (OSError, asyncio.CancelledError):
             return  # the wire was killed, or the run is over
 
