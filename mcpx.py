@@ -11721,6 +11721,7 @@ class Daemon:
         if instance is not None and instance.slot is not None and instance.slot.instance is instance:
             instance.slot.hosts.add(host)
             host.slots.add(instance.slot)
+            instance.users.add(session)
             return
         reason, sessions = self.pool.lost_state.get((server, key), ("mcpx was restarted", set()))
         sessions.add(session)

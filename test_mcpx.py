@@ -5104,7 +5104,20 @@ def test_an_adopted_server_that_dies_is_noticed_and_replaced(lab):
     os.kill(pid, signal.SIGKILL)
     answer = host.answer(lost)
     assert is_lost(answer["error"]) and "exit status unknown (adopted)" in answer["error"]["message"]
-    assert host.whoami(prefix="mortal_")["pid"] != pid
+    result = host.result(host.begin("mortal_whoami"))
+    assert json.loads(text_of(result))["pid"] != pid
+    assert RESTARTED in result["_meta"], "its state was lost in silence"
+    # And where the host has said nothing to it since, which is one of many.
+    for other in [lab.host("mortal") for _ in range(3)]:
+        other.whoami()
+    pid = json.loads(text_of(result))["pid"]
+    kill_daemon(lab)
+    lab.wait_for("a daemon that has adopted it", lambda: lab.run("status").returncode == 0 and pid in lab.pids("mortal"))
+    os.kill(pid, signal.SIGKILL)
+    lab.wait_gone(pid)
+    for each, tool in [(host, "mortal_whoami")] + [(other, "whoami") for other in lab.hosts[1:]]:
+        result = each.result(each.begin(tool))
+        assert RESTARTED in result.get("_meta", {}), "its state was lost in silence"
     lab.command("stop")
     lab.wait_gone(pid)
 
