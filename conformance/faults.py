@@ -790,7 +790,7 @@ class Driver:
             # A server that has lost a request of mcpx's own is kept until that is given up.
             own_only = tables is not None and not any(tables[name] for name in tables if name not in OWN_TABLES)
             if time.monotonic() - began > (OWN_LIMIT_S if own_only else REST_LIMIT_S):
-                self.problem("not at rest without hosts: %s" % tables)
+                self.problem("not at rest without hosts: %s; still there: %s" % (tables, status and status["hosts"]))
                 return
             await asyncio.sleep(0.1)
             status = await self.status()
