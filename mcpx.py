@@ -8728,7 +8728,8 @@ class HeldCall:
         self._expire_in(timeout)
         requests = {key: {"method": q.method, "params": params_of_question(q, self.names)} if q.params or
                     q.method != "roots/list" else {"method": q.method} for key, q in self.keys.items()}
-        state = self.core.sign({"h": self.id, "r": self.round, "e": time.time() + timeout, "d": self.digest})
+        state = self.core.sign({"h": self.id, "r": self.round, "e": time.time() + timeout, "d": self.digest,
+                                "by": self.core.incarnation})
         request.answer_input_required(call, requests, state)
 
     def attach(self, request, call, responses):
@@ -8851,6 +8852,8 @@ class HeldCalls:
             self._unwrap(request, call, state)
             return
         held = self.by_id.get(state.get("h"))
+        if held is None and state.get("by") != self.core.incarnation:
+            raise StreamLost("mcpx lost its daemon while this call was in flight; whether it was carried out is not known")
         if held is None:
             raise RpcError(INVALID_PARAMS, "requestState: the call is gone; start it again")
         if state.get("r") != held.round or held.request is not None:

@@ -5064,6 +5064,19 @@ def test_servers_and_their_state_outlive_a_daemon_that_is_killed(lab):
     lab.wait_for("empty tables", lambda: at_rest(lab))
 
 
+def test_a_modern_call_that_was_held_for_an_answer_is_lost_with_the_daemon_and_says_so(lab):
+    lab.configure({"curious": lab.role("curious", "curious", scope="global")})
+    host = lab.start("curious")
+    params = {"name": "inquire", "arguments": {}, "_meta": MODERN_META}
+    asked = host.result(host.request("tools/call", params))
+    kill_daemon(lab)
+    key, = asked["inputRequests"]
+    params.update(inputResponses={key: {"action": "decline"}}, requestState=asked["requestState"])
+    assert is_lost(host.answer(host.request("tools/call", params))["error"])
+    # A new round of the same call is none of the old one's.
+    assert host.result(host.request("tools/call", {"name": "inquire", "arguments": {}, "_meta": MODERN_META}))["inputRequests"]
+
+
 def test_a_question_that_waits_for_a_person_outlives_the_daemon(lab):
     """Two hosts' calls ask at once, so it is nobody's; `mcpx answer` answers it to the next daemon."""
     lab.configure({"curious": lab.role("curious", "curious", scope="global")})

@@ -191,7 +191,7 @@ class Driver:
         self.hits = []  # what wires have done in this step, for a look when it has gone wrong
         self.problems, self.counts = [], collections.Counter()
         self.step_number = self.serial = 0
-        self.killed_daemon = self.killed_holder = False  # in this step
+        self.killed_daemon = self.killed_holder = self.killed_host = False  # in this step
         self.daemon = None
         self.rest_before = {}  # pid of a daemon -> memory after its first epoch
         self.base = None
@@ -474,6 +474,7 @@ class Driver:
     async def _lose_host(self, kind, rng):
         hosts = [host for host in self.hosts if host.kind == "stdio"]
         if hosts:
+            self.killed_host = True
             await self.remove_host(rng.choice(hosts), "kill" if kind == "kill shim" else "vanish")
         return bool(hosts)
 
@@ -569,6 +570,8 @@ class Driver:
             return  # they may have died of something else
         for instance in before["instances"]:
             busy = instance["state"] == "busy" and instance["inFlight"] and not instance["key"].startswith("call:")
+            if self.killed_host and instance["key"].startswith(("pid:", "session:")):
+                continue  # it has gone with the one whose it was
             if busy and instance["server"] != "excl" and not is_running(instance["pid"]):
                 self.problem("a server at work did not outlive its daemon: %s" % json.dumps(instance)[:400])
 
@@ -774,7 +777,7 @@ class Driver:
             if not self.killed_daemon:
                 self.problem("the daemon was replaced, and nobody had killed it")
             self.daemon = status["daemon"]["pid"]
-        self.killed_daemon = self.killed_holder = False
+        self.killed_daemon = self.killed_holder = self.killed_host = False
 
     # -- an epoch ----------------------------------------------------------------------
 
