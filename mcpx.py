@@ -4494,6 +4494,35 @@ def token_of(call):
     return NO_TOKEN if call.seq is None else getattr(getattr(call.host, "link", None), "token", NO_TOKEN)
 
 
+_NAME, _TEXT, _LIST, _DICT = (str,), (str, type(None)), (list,), (dict,)
+# What the record of an instance must say, so that another daemon can go on with it: member -> types.
+RECORD_SHAPE = {"id": _NAME, "server": _NAME, "key": _NAME, "digest": _NAME, "pid": (int,), "ready": _DICT}
+READY_SHAPE = {"shape": _NAME, "argv": _LIST, "cwd": _TEXT, "era": _TEXT, "entry": _NAME, "scope": _NAME, "named": (bool,),
+               "level": _TEXT, "subscriptions": _LIST, "declared": _DICT, "upstream": _DICT, "users": _LIST,
+               "calls": (int,), "started": (int, float), "questions": _LIST}
+UPSTREAM_SHAPE = {"era": _NAME, "revision": _NAME, "capabilities": _DICT, "info": _DICT, "instructions": _TEXT}
+# An open question: its id and method; where it waits for a person its params, why, and until when.
+QUESTION_SHAPES = (((str, int), _NAME), ((str, int), _NAME, _DICT, _NAME, (int, float)))
+
+
+def has_shape(value, shape):
+    """Has an object all these members, and has each one of the types?"""
+    return isinstance(value, dict) and all(
+        name in value and isinstance(value[name], types) for name, types in shape.items())
+
+
+def is_adoptable(record):
+    """Does a record say all that it takes to go on with an instance? Another version may have written it."""
+    if not (has_shape(record, RECORD_SHAPE) and has_shape(record["ready"], READY_SHAPE)
+            and has_shape(record["ready"]["upstream"], UPSTREAM_SHAPE)):
+        return False
+    ready = record["ready"]
+    return all(isinstance(text, str) for name in ("subscriptions", "users", "argv") for text in ready[name]) and all(
+        isinstance(question, list) and any(
+            len(question) == len(shape) and all(map(isinstance, question, shape)) for shape in QUESTION_SHAPES)
+        for question in ready["questions"])
+
+
 # So long the calls that a dead daemon had in flight wait for their hosts to come back.
 ORPHAN_WAIT_S = 10.0
 
@@ -5176,13 +5205,14 @@ class Pool:
 
     def _adopt(self, record, fds):
         """Take over one instance. Raises StartFailed that says why not."""
-        ready = record.get("ready")
-        server = self.config.servers.get(record["server"])
-        if not isinstance(ready, dict) or record.get("boot") != self.directories["boot"] or process_start(record["pid"]) != record["start"]:
-            raise StartFailed("it was not ready, or it has ended")
+        if not is_adoptable(record):
+            raise StartFailed("it was not ready")
+        ready, server = record["ready"], self.config.servers.get(record["server"])
+        if record.get("boot") != self.directories["boot"] or process_start(record["pid"]) != record.get("start"):
+            raise StartFailed("it has ended")
         if server is None or server.broken or server.disabled:
             raise StartFailed("its server is not configured any more")
-        # All that is read of the record is read here: from the first stream on nothing may go wrong any more.
+        # From the first stream on nothing may go wrong any more.
         key, scope, named, level, uris, facts, questions = Key(record["key"]), *(ready[name] for name in (
             "scope", "named", "level", "subscriptions", "upstream", "questions"))
         users, calls, started, entry = (ready[name] for name in ("users", "calls", "started", "entry"))

@@ -3429,6 +3429,50 @@ def test_pool_a_call_can_leave_the_queue_and_come_back_first():
     assert queue.drain() == [one, two] and len(queue) == 0
 
 
+def journal(tmp_path, writer="i1", boot="boot"):
+    return mcpx.Journal(str(tmp_path / "journal"), boot, writer, mcpx.Log())
+
+
+def test_pool_what_is_in_the_journal_is_there_for_the_next_daemon(tmp_path):
+    one = journal(tmp_path)
+    number = one.add_child("i1-1")
+    mark = one.enter(number, 7, b"t" * 8, b"k" * 8, 1)
+    one.set(mark, mcpx.WRITTEN)
+    one.take_over()
+    two = journal(tmp_path, "i2")
+    assert (two.is_new, two.former, two.children) == (False, "i1", {"i1-1": number})
+    assert list(two.calls()) == [(mark, (mcpx.WRITTEN, 1, number, 7, b"t" * 8, b"k" * 8))]
+    assert mark not in two.free
+    assert journal(tmp_path, boot="another boot").is_new and list(journal(tmp_path).calls()) == []
+
+
+def test_pool_a_childs_number_is_not_used_again_while_calls_of_it_are_open(tmp_path):
+    one = journal(tmp_path)
+    number = one.add_child("i1-1")
+    mark = one.enter(number, 7, b"t" * 8, b"k" * 8, 1)
+    one.remove_child("i1-1")
+    assert one.add_child("i1-2") != number, "the next daemon would take the call for one of this child"
+    one.release(mark)
+    assert one.add_child("i1-3") == number
+
+
+def test_pool_a_journal_without_room_proves_nothing_until_it_is_cleared(tmp_path):
+    one = journal(tmp_path)
+    number = one.add_child("i1-1")
+    marks = [one.enter(number, n, b"t" * 8, b"k" * 8, 1) for n in range(mcpx.JOURNAL_CALLS)]
+    assert not one.overflowed() and None not in marks
+    assert one.enter(number, 0, b"t" * 8, b"k" * 8, 1) is None and one.overflowed()
+    assert journal(tmp_path).overflowed()
+    one.release(marks[0])
+    one.release(marks[0])
+    assert one.free == [marks[0]], "an entry that is freed twice would be given to two calls"
+    one.clear()
+    assert not one.overflowed() and len(one.free) == mcpx.JOURNAL_CALLS
+    for n in range(mcpx.JOURNAL_CHILDREN):
+        one.add_child("i1-%d" % n)
+    assert one.add_child("one more") is None and one.overflowed()
+
+
 @pytest.mark.parametrize("argv, key", [
     (["npx", "-y", "pkg@1"], ("npx", "pkg@1")), (["/usr/bin/uvx", "pkg"], ("uvx", "pkg")), (["pipx", "run", "x"], ("pipx", "x")),
     (["node", "x.js"], None), (["npx"], None)])
@@ -5167,6 +5211,31 @@ def test_every_host_of_a_shared_instance_hears_that_it_was_lost_with_the_daemon(
         result = host.result(host.begin("echo", text="x"))
         assert "dev.mcpx/restarted" in result.get("_meta", {}), result
         assert "dev.mcpx/restarted" not in host.result(host.begin("echo", text="x")).get("_meta", {})
+
+
+@pytest.mark.parametrize("spoiled", [
+    lambda record: record.pop("ready"), lambda record: record["ready"].pop("upstream"),
+    lambda record: record["ready"].update(questions=[5]), lambda record: record["ready"]["upstream"].pop("era"),
+    lambda record: record.update(boot="another")], ids=["not ready", "no handshake", "nonsense", "no era", "another boot"])
+def test_a_server_that_cannot_be_taken_over_ends_and_the_others_go_on(lab, spoiled):
+    lab.configure({"good": demo(scope="global"), "bad": demo(scope="global")})
+    host = lab.host("good", "bad")
+    good, bad = (host.whoami(prefix=name + "_")["pid"] for name in ("good", "bad"))
+    folder = lab.path("state", "mcpx", "children")
+    path, = [path for path in (os.path.join(folder, name) for name in os.listdir(folder))
+             if json.loads(open(path).read())["server"] == "bad"]
+    daemon = lab.daemon_pid()
+    os.kill(daemon, signal.SIGSTOP)      # else it might write the record again
+    with open(path) as file:
+        record = json.load(file)
+    spoiled(record)
+    with open(path, "w") as file:
+        json.dump(record, file)
+    os.kill(daemon, signal.SIGKILL)
+    assert host.whoami(prefix="good_")["pid"] == good
+    assert host.whoami(prefix="bad_")["pid"] != bad
+    lab.wait_gone(bad)
+    assert host.whoami(prefix="good_")["pid"] == good, "what was closed was somebody else's"
 
 
 def test_losing_the_holder_costs_nothing(lab):

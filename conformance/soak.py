@@ -169,7 +169,7 @@ class Soak:
     async def run(self):
         self.place.configure(
             {"pool": self.place.demo_server(scope="global"), "mine": self.place.demo_server(scope="session", max=100)},
-            **{"maxInstances": 200, "idleTimeout": "5s", "keep": "1s", "http.listen": "127.0.0.1:%d" % self.port,
+            **{"maxInstances": 200, "keep": "1s", "http.listen": "127.0.0.1:%d" % self.port,
                "http.auth": "none"})
         self.place.run("call", "pool.echo", "text=x")
         self.show("at first    ", self.watch.footprint())
@@ -182,7 +182,7 @@ class Soak:
         for thread in threads:
             await in_thread(thread.join, 60)
         self.judge()
-        wait_until(lambda: not self.watch.status()["tables"]["instances"], 60, "no instance without hosts")
+        wait_until(lambda: self.watch.status()["tables"]["instances"] < 2, 60, "only what is shared is left")
         time.sleep(2)
         self.show("at rest     ", self.watch.footprint())
 
