@@ -7241,6 +7241,7 @@ class Host:
         if call.losses and (not call.may_repeat or call.losses > 1):
             raise StreamLost("mcpx was interrupted while this request was in flight; whether it was carried out "
                              "is not known")
+        call.attempts = call.losses      # it is sent once more, whoever sent it before
         call.asks = schema.asks(name_of(call))
         call.may_ask = call.asks or (call.method in CARRIES_QUESTIONS and name_of(call) not in schema.clean)
         call.logs = bool(schema.logs(call.subject))

@@ -5213,6 +5213,22 @@ def test_every_host_of_a_shared_instance_hears_that_it_was_lost_with_the_daemon(
         assert "dev.mcpx/restarted" not in host.result(host.begin("echo", text="x")).get("_meta", {})
 
 
+def test_a_request_that_may_be_repeated_is_repeated_once_whoever_died_with_it(lab):
+    lab.configure({"mortal": lab.role("mortal", "mortal", scope="global")}, backoff_first="50ms", backoff_max="50ms")
+    host = lab.host("mortal")
+    host.tools()
+    call = host.begin("watch", until=lab.gate("never"), tag="w")
+    lab.wait_begun("mortal", "w")
+    server, daemon = lab.seen("mortal", "begin", tag="w")[0]["pid"], lab.daemon_pid()
+    os.kill(daemon, signal.SIGSTOP)      # so that it does not see the server die
+    for pid in (server, daemon):
+        os.kill(pid, signal.SIGKILL)
+    lab.wait_begun("mortal", "w", count=2)
+    os.kill(lab.seen("mortal", "begin", tag="w")[1]["pid"], signal.SIGKILL)
+    assert is_lost(host.answer(call)["error"])
+    assert len(lab.seen("mortal", "begin", tag="w")) == 2
+
+
 @pytest.mark.parametrize("spoiled", [
     lambda record: record.pop("ready"), lambda record: record["ready"].pop("upstream"),
     lambda record: record["ready"].update(questions=[5]), lambda record: record["ready"]["upstream"].pop("era"),

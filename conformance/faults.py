@@ -79,6 +79,7 @@ REST_LIMIT_S = 25
 OWN_LIMIT_S = 80
 OWN_TABLES = ("tokens", "instances", "slots")
 PROBLEMS_SHOWN = 15
+LOG_SHOWN = 6000  # characters
 # Files that are made when they are first needed and then stay, and how many of a kind: the code that runs and the
 # code before it are kept by an upgrade.
 STAYING = {"state/mcpx/starter-H.lock": 1, "state/mcpx/secret": 1, "state/mcpx/token": 1, "state/mcpx/code-H": 1}
@@ -189,6 +190,7 @@ class Driver:
         self.hosts, self.calls, self.by_id = [], {}, {}
         self.wires, self.harms = [], []  # harms under way: (kind, predicate on calls, until)
         self.hits = []  # what wires have done in this step, for a look when it has gone wrong
+        self.shown_step = None  # of which that and the log were shown
         self.problems, self.counts = [], collections.Counter()
         self.step_number = self.serial = 0
         self.killed_daemon = self.killed_holder = self.killed_host = False  # in this step
@@ -202,9 +204,11 @@ class Driver:
         self.problems.append(text)
         if len(self.problems) <= PROBLEMS_SHOWN:
             print("PROBLEM seed %s step %d: %s" % (self.seed, self.step_number, text), flush=True)
-            for hit in self.hits:
-                print("    wire: %s" % hit, flush=True)
-            self.hits = []
+            if self.step_number != self.shown_step:
+                self.shown_step = self.step_number
+                for hit in self.hits:
+                    print("    wire: %s" % hit, flush=True)
+                print("    log: " + "\n    log: ".join(self.watch.tail(LOG_SHOWN).splitlines()[1:]), flush=True)
 
     def hear(self, host, message):
         """A host has been sent a message."""
