@@ -5320,6 +5320,8 @@ class Pool:
         slot.hosts.add(call.host)
         call.host.slots.add(slot)
         call.host.link.note_marked(call)
+        if call.identity.session is not None:
+            instance.users.add(call.identity.session)
         if orphan.answer is not None:
             message, line = orphan.answer
             call.instance = None

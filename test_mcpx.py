@@ -5179,6 +5179,22 @@ def test_an_adopted_server_that_dies_is_noticed_and_replaced(lab):
     lab.wait_gone(pid)
 
 
+def test_a_host_whose_first_answer_came_after_the_daemons_death_hears_of_its_servers_loss(lab):
+    lab.configure({"mortal": lab.role("mortal", "mortal", scope="global")}, backoff_first="50ms", backoff_max="50ms")
+    for _ in range(3):
+        lab.host("mortal").whoami()
+    host = lab.host("mortal")
+    call = host.begin("hold", until=lab.gate("go"), tag="held")
+    lab.wait_begun("mortal", "held")
+    kill_daemon(lab)
+    lab.open_gate("go")
+    assert text_of(host.result(call)) == "held"
+    pid, = lab.pids("mortal")
+    os.kill(pid, signal.SIGKILL)
+    lab.wait_gone(pid)
+    assert RESTARTED in host.result(host.begin("whoami")).get("_meta", {}), "its state was lost in silence"
+
+
 @pytest.mark.parametrize("nonsense", [b"ax {}", b"a", b"dx", b"c welcome", b"c welcome x y z", b"s {bad", b"HTTP/1.1 400 Bad Request",
                                       b"\xff\xfe"])
 def test_a_shim_outlives_nonsense_from_what_listens_on_its_socket(lab, nonsense):
