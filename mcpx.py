@@ -4825,8 +4825,10 @@ class Pool:
             instance.step("lease")
             self._arm(instance)
         if len(instance.callers) < 2 and call.host is not None:
-            instance.callers.add(getattr(call.host, "pipe", None) or call.host)
-            self.note_change(instance)
+            caller = getattr(call.host, "pipe", None) or call.host
+            if caller not in instance.callers:
+                instance.callers.add(caller)
+                self.note_change(instance)
         if call.identity is not None and call.identity.session is not None:
             instance.users.add(call.identity.session)
         try:
