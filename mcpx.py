@@ -3850,7 +3850,8 @@ class Holder:
         self.loop, self.log, self.path, self.grace = loop, log, path, grace
         self.connection = None
         self.held = {}                   # name -> who tells our descriptors that it has copies of
-        self._queue = collections.deque()             # (letter, name, child, callback), the first is under way
+        self._queue = collections.deque()             # (letter, name, child, callback), until it is done
+        self._sent = 0                   # how many of these are on their way
         self._failures = 0
 
     def take(self):
@@ -3934,7 +3935,7 @@ class Holder:
         self._queue.append((letter, name, child, then))
         if self.connection is None:
             self._start()
-        elif len(self._queue) == 1:
+        else:
             self._send()
 
     def _start(self):
@@ -3973,14 +3974,20 @@ class Holder:
         self.loop.change(self.connection.fileno(), 1, lambda _mask: self._on_ready())
 
     def _send(self):
-        letter, name, child, _ = self._queue[0]
-        fds = child.descriptors() if child is not None else ()
-        # What has closed a pipe meanwhile is not kept.
-        message = (letter if fds else b"d") + name.encode("ascii").ljust(HOLDER_NAME_BYTES, b"\0")
-        try:
-            socket.send_fds(self.connection, [message], list(fds)) if fds else self.connection.send(message)
-        except OSError as error:
-            self._lost(error)
+        """Send what the connection takes: a child must be kept before this daemon can die, not after those before it."""
+        while self._sent < len(self._queue):
+            letter, name, child, _ = self._queue[self._sent]
+            fds = child.descriptors() if child is not None else ()
+            # What has closed a pipe meanwhile is not kept.
+            message = (letter if fds else b"d") + name.encode("ascii").ljust(HOLDER_NAME_BYTES, b"\0")
+            try:
+                socket.send_fds(self.connection, [message], list(fds)) if fds else self.connection.send(message)
+            except BlockingIOError:
+                return                   # the rest when it has done some
+            except OSError as error:
+                self._lost(error)
+                return
+            self._sent += 1
 
     def _on_ready(self):
         try:
@@ -3993,11 +4000,12 @@ class Holder:
             self._lost("it has ended")
             return
         self._failures = 0
-        then = self._queue.popleft()[3] if self._queue else None
-        if self._queue:
-            self._send()
-        if then is not None:
-            then()
+        done = [self._queue.popleft()[3] for _ in data if self._queue]
+        self._sent = max(0, self._sent - len(done))
+        self._send()
+        for then in done:
+            if then is not None:
+                then()
 
     def _lost(self, reason):
         """Losing it costs nothing as long as we live: another one gets everything anew."""
@@ -4012,7 +4020,7 @@ class Holder:
                 self._ask(b"h", name, child, None)
 
     def _give_up(self):
-        queue, self._queue = self._queue, collections.deque()
+        queue, self._queue, self._sent = self._queue, collections.deque(), 0
         for _, _, _, then in queue:
             if then is not None:
                 then()

@@ -3429,6 +3429,36 @@ def test_pool_a_call_can_leave_the_queue_and_come_back_first():
     assert queue.drain() == [one, two] and len(queue) == 0
 
 
+def test_pool_a_holder_is_given_every_child_at_once_whatever_it_has_not_done_yet(loop):
+    ours, theirs = socket.socketpair()
+    holder = mcpx.Holder(loop, mcpx.Log(), "/nowhere", 5.0)
+    holder.connection = ours
+    holder._watch()
+    done = []
+
+    class Child:
+        def descriptors(self):
+            return (theirs.fileno(),)
+    for name in ("a", "b", "c"):
+        holder.hold(name, Child())
+    holder.drop("b", lambda: done.append("b"))
+    got = []
+    for _ in range(4):
+        data, fds, _, _ = socket.recv_fds(theirs, 65, 8)
+        got.append((data[:1], data[1:].rstrip(b"\0"), len(fds)))
+        for fd in fds:
+            os.close(fd)
+    assert got == [(b"h", b"a", 1), (b"h", b"b", 1), (b"h", b"c", 1), (b"d", b"b", 0)]
+    theirs.send(b"kkk")
+    loop.turn(1)
+    assert done == []
+    theirs.send(b"k")
+    loop.turn(1)
+    assert done == ["b"] and not holder._queue and not holder._sent
+    holder.close()
+    theirs.close()
+
+
 def journal(tmp_path, writer="i1", boot="boot"):
     return mcpx.Journal(str(tmp_path / "journal"), boot, writer, mcpx.Log())
 

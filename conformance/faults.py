@@ -63,6 +63,8 @@ SETTINGS = {
     "log.level": "info",
 }
 
+# So long the next daemon waits for the hosts of a dead one, cancels for them, and lets that take effect.
+ORPHANS_S = 20
 # Within this time after the death of a daemon no server can have ended by idleTimeout.
 OUTLIVE_S = 1.2
 
@@ -194,7 +196,7 @@ class Driver:
         self.problems, self.counts = [], collections.Counter()
         self.step_number = self.serial = 0
         self.killed_daemon = self.killed_holder = self.killed_host = False  # in this step
-        self.daemon = None
+        self.daemon, self.killed_at = None, 0.0
         self.rest_before = {}  # pid of a daemon -> memory after its first epoch
         self.base = None
 
@@ -551,7 +553,7 @@ class Driver:
     async def _kill_daemon(self):
         before = await self.status() if self.options.holder else None
         over = self.harm("daemon", lambda call: True, AFTERMATH_S["daemon"])
-        self.killed_daemon, old = True, self.daemon
+        self.killed_daemon, old, self.killed_at = True, self.daemon, time.monotonic()
         began = time.monotonic()
         self.kill(old)
         for host in self.hosts:
@@ -702,7 +704,8 @@ class Driver:
 
     async def _count_in_flight(self):
         """What `mcpx status` counts as in flight are the calls in flight."""
-        deadline, last = time.monotonic() + CALL_TIMEOUT_S + 6, None
+        # What a dead daemon had in flight for hosts that do not come back counts until mcpx gives them up.
+        deadline, last = max(time.monotonic() + CALL_TIMEOUT_S + 6, self.killed_at + ORPHANS_S), None
         while time.monotonic() < deadline:
             # Both looks see the same only when nothing was settled in between.
             before = self._expected()
