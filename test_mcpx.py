@@ -5300,6 +5300,29 @@ def test_a_server_that_cannot_be_taken_over_ends_and_the_others_go_on(lab, spoil
     assert host.whoami(prefix="good_")["pid"] == good, "what was closed was somebody else's"
 
 
+def test_a_call_of_a_servers_only_host_writes_no_file(lab):
+    """What the next daemon must know of it is written when it comes."""
+    lab.configure({"demo": demo(scope="global")})
+    host = lab.host("demo")
+
+    def written():
+        found = {}
+        for folder, _, files in os.walk(lab.state):
+            for name in files:
+                if not name.endswith(".log"):
+                    facts = os.stat(os.path.join(folder, name))
+                    found[name] = (facts.st_ino, facts.st_mtime_ns)
+        return found
+
+    def use():
+        for _ in range(5):
+            assert host.call("echo", text="x") == "x"
+        host.call("sleep", seconds=0.3)  # what a call leaves to be written comes in the next turn
+        return written()
+    before = use()
+    assert [name for name, facts in use().items() if before.get(name) != facts] == []
+
+
 def test_losing_the_holder_costs_nothing(lab):
     lab.configure({"demo": demo(scope="session")})
     host = lab.host("demo")
