@@ -2459,6 +2459,7 @@ class Stream:
     """
 
     DESCRIPTORS = ("read_fd", "write_fd")
+    ADDED = {"_close_timer": None}
 
     def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close, on_rest=None):
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
@@ -2776,6 +2777,7 @@ class Call:
     where they are at hand. A call without `host` is mcpx's own.
     """
 
+    FORMER = {"turn_timer": "timer"}
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
@@ -3845,6 +3847,8 @@ HOLDER_WAIT_S = 2.0
 
 class Holder:
     """Our side of the process that keeps copies of the children's pipes."""
+
+    ADDED = {"_sent": 0}
 
     def __init__(self, loop, log, path, grace):
         self.loop, self.log, self.path, self.grace = loop, log, path, grace
@@ -10565,6 +10569,9 @@ class SnapshotReader:
 
     After `load`, `resume` lets those with a `resumed` method open what cannot be written
     down. Raises SnapshotError where this code has not what the other one meant.
+
+    The code that has written it may be older. A class says in ADDED which attributes that one did
+    not know, with a plain value each, and in FORMER what some were called, by their former names.
     """
 
     def __init__(self, data, dry=False):
@@ -10675,8 +10682,15 @@ class SnapshotReader:
         elif kind == "function" and (node[3] is not None or node[4] is not None):
             made.__defaults__, made.__kwdefaults__ = self._value(node[3]), self._value(node[4])
         elif kind == "object":
+            former = getattr(type(made), "FORMER", {})
             for name, value in zip(node[2][::2], self._values(node[2][1::2])):
-                object.__setattr__(made, name, value)
+                try:
+                    object.__setattr__(made, former.get(name, name), value)
+                except AttributeError:
+                    continue             # a slot that this code has not any more
+            for name, value in getattr(type(made), "ADDED", {}).items():
+                if not hasattr(made, name):
+                    object.__setattr__(made, name, value)
             if node[3] is not None:
                 made.args = self._value(node[3])
 
@@ -11208,6 +11222,7 @@ class Daemon:
     """The core: everything hosts and commands reach goes through here, by method."""
 
     DESCRIPTORS = ("lock_fd",)
+    ADDED = {"_tidying": False}
 
     def __init__(self, config_file, env, log, standalone=False):
         self.env, self.log, self.standalone = env, log, standalone

@@ -19,6 +19,7 @@ import glob
 import http.client
 import itertools
 import json
+import marshal
 import os
 import queue
 import random
@@ -3457,6 +3458,24 @@ def test_pool_a_holder_is_given_every_child_at_once_whatever_it_has_not_done_yet
     assert done == ["b"] and not holder._queue and not holder._sent
     holder.close()
     theirs.close()
+
+
+def test_snapshot_of_older_code_gives_what_that_did_not_know_and_what_it_called_otherwise():
+    call = mcpx.Call("tools/call", {"name": "x"}, None, host_id=5)
+    call.timer = mcpx.Timer(1.5, None)
+    holder = mcpx.Holder(None, None, "/nowhere", 5.0)
+    version, nodes, root, descriptors = marshal.loads(mcpx.SnapshotWriter().dump([call, holder]))
+    for node in nodes:
+        if node[0] == "object":
+            names = node[2][::2]
+            if node[1] == "Call":
+                node[2][2 * names.index("timer")] = "turn_timer"
+                node[2].extend(["a slot of old", 7])
+            elif node[1] == "Holder":
+                place = 2 * names.index("_sent")
+                del node[2][place:place + 2]
+    call, holder = mcpx.SnapshotReader(marshal.dumps((version, nodes, root, descriptors)), dry=True).load()
+    assert (call.timer.at, call.host_id, call.params, holder._sent) == (1.5, 5, {"name": "x"}, 0)
 
 
 def journal(tmp_path, writer="i1", boot="boot"):
