@@ -795,7 +795,7 @@ class Driver:
             *(self.remove_host(host, rng.choice(("orderly", "orderly", "kill", "vanish"))) for host in hosts)
         )
 
-        began, tables = time.monotonic(), None
+        began, status, tables = time.monotonic(), None, None
         while tables is None or any(tables.values()):
             # A server that has lost a request of mcpx's own is kept until that is given up.
             own_only = tables is not None and not any(tables[name] for name in tables if name not in OWN_TABLES)

@@ -295,7 +295,11 @@ class Live:
             return None if busy and busy != {"connections": 0} else tables
 
         # A server that lies keeps its instance until the last request of mcpx's own is given up.
-        wait_until(at_rest, 80, lambda: "rest; there are %s" % self.watch.status()["tables"])
+        def shown():
+            status = self.watch.status()
+            return "rest; there are %s: %s" % (status["tables"], status["instances"])
+
+        wait_until(at_rest, 80, shown)
         return self.watch.footprint()
 
     def growth(self, allowance_kib=GROWTH_KIB):
