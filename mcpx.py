@@ -3931,6 +3931,11 @@ class Holder:
             self.connection.set_inheritable(False)
             self._watch()
 
+    def renew(self):
+        """The next daemon would not find the door of this one: another gets everything."""
+        if self.connection is not None and not os.path.exists(self.path):
+            self._lost("its door was removed")
+
     def _ask(self, letter, name, child, then):
         if self.grace <= 0 or self._failures > 3:
             if then is not None:
@@ -4093,6 +4098,14 @@ class Journal:
         except (OSError, ValueError) as error:
             self.log.warning("there is no journal (%s): after a crash, calls in flight count as lost", error)
             return False
+
+    def renew(self):
+        """The file was removed under us: what it says goes into another one."""
+        if self.map is not None and not os.path.exists(self.path):
+            old = self.map
+            if self._map():
+                self.map[:] = old[:]
+                old.close()
 
     def remove(self):
         """An orderly end leaves nothing to look up."""
@@ -11875,9 +11888,12 @@ class Daemon:
                     text = file.read().strip()
             except (OSError, ValueError):
                 text = ""
-            if len(text) < 32:
+            if not 32 <= len(text) <= 256 or not text.isprintable():
                 text = secrets.token_urlsafe(32)
-                write_private_file(path, text.encode() + b"\n")
+                try:
+                    write_private_file(path, text.encode() + b"\n")
+                except OSError as error:
+                    self.log.warning("the token cannot be kept (%s); the next daemon will have another", error)
             self._token = text
         return self._token
 
@@ -12073,7 +12089,24 @@ class Daemon:
 
     def _watch_config(self):
         self.check_config()
+        self._open_again()
         self.loop.call_later(5.0, self._watch_config)
+
+    def _open_again(self):
+        """Whoever cleans up may take the runtime directory away, as the end of a login does: make it anew."""
+        old = self._listener
+        if old is None or os.path.lexists(self.paths.socket):
+            return
+        try:
+            self._listen()
+        except (OSError, UsageError) as error:
+            self.log.error("the socket %s has gone and cannot be made again: %s", self.paths.socket, error)
+            return
+        self.log.warning("the socket %s had gone; it was made again", self.paths.socket)
+        self.loop.unwatch(old.fileno())
+        old.close()
+        self.pool.journal.renew()
+        self.pool.holder.renew()
 
     def check_config(self, force=False):
         """Apply the configuration if the file has changed. Returns the error text, or None."""

@@ -5704,6 +5704,71 @@ def test_what_a_dead_daemon_left_is_no_obstacle(lab, thing):
             os.remove(os.path.join(state, "children", "x.json"))
 
 
+@pytest.mark.parametrize("how", ["removed", "a file in its place"])
+def test_a_state_directory_that_vanishes_stops_nobody_and_is_made_again(lab, how):
+    lab.configure({"demo": demo(scope="session"), "other": demo(scope="global")}, backoff_first="50ms", backoff_max="50ms")
+    host = lab.host("demo")
+    assert host.call("set", value="kept") == "ok"
+    state, aside = os.path.join(lab.state, "mcpx"), lab.path("aside")
+    os.rename(state, aside)
+    if how == "a file in its place":
+        open(state, "w").close()
+    assert host.call("get") == "kept"
+    newcomer = lab.host("demo", "other")
+    assert newcomer.call("other_echo", text="x") == newcomer.call("demo_echo", text="x") == "x"
+    pid = newcomer.whoami(prefix="demo_")["pid"]
+    os.kill(pid, signal.SIGKILL)
+    assert newcomer.whoami(prefix="demo_")["pid"] != pid
+    assert lab.run("status").returncode == 0
+    if how == "removed":
+        shutil.rmtree(state, ignore_errors=True)
+    else:
+        os.remove(state)
+    os.rename(aside, state)
+    assert host.call("get") == "kept"
+    assert lab.host("demo").call("echo", text="x") == "x"
+    daemon = lab.daemon_pid()
+    lab.command("restart", "other")
+    assert newcomer.call("other_echo", text="x") == "x" and lab.daemon_pid() == daemon
+
+
+def test_a_runtime_directory_that_vanishes_is_made_again(lab):
+    lab.configure({"demo": demo(scope="session")})
+    host = lab.host("demo")
+    assert host.call("set", value="kept") == "ok"
+    daemon = lab.daemon_pid()
+    shutil.rmtree(os.path.join(lab.runtime, "mcpx"))
+    assert host.call("get") == "kept"
+    lab.wait_for("the door", lambda: lab.run("status").returncode == 0)
+    assert lab.daemon_pid() == daemon
+    assert lab.host("demo").call("echo", text="x") == "x" and host.call("get") == "kept"
+    assert len(daemons(lab)) == 1
+    # And what is needed after a crash is there again.
+    lab.wait_for("a door of a holder", lambda: glob.glob(os.path.join(lab.runtime, "mcpx", "*.hold")))
+    kill_daemon(lab)
+    result = host.result(host.begin("get"))
+    assert text_of(result) == "kept" and RESTARTED not in result.get("_meta", {})
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 7, b"\xff" * 32, b"x" * 100000], ids=["empty", "short", "garbage", "long"])
+def test_damaged_secrets_are_made_anew(lab, damage):
+    web = Web(lab, demo=demo(scope="global"), auth="token")
+    folder = os.path.join(lab.state, "mcpx")
+    lab.command("url", "demo", "--json")
+    lab.command("stop")
+    for name in ("secret", "token"):
+        with open(os.path.join(folder, name), "wb") as file:
+            file.write(damage)
+    told = lab.command("url", "demo", "--json")
+    lab.wait_for("the door", web.is_open)
+    head = dict(told["headers"])
+    assert len(head["Authorization"]) > 30
+    body = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "w", "version": "1"}}}
+    assert web.send("POST", "/mcp/demo", body, head)[0] == 200
+    assert web.send("POST", "/mcp/demo", body)[0] == 401
+
+
 @pytest.mark.parametrize("long_name", ["r" * 90, "r" * 200, "漢字 with space " * 5])
 def test_a_runtime_directory_too_long_for_a_socket_is_no_obstacle(lab, long_name):
     lab.configure({"demo": demo(scope="global")})
