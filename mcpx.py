@@ -2781,7 +2781,8 @@ class Call:
     __slots__ = ("method", "params", "line", "message", "on_finish", "host", "host_id", "seq",
                  "identity", "token", "may_repeat", "attempts", "cancelled", "done", "slot", "instance",
                  "wire_id", "sent_at", "active_at", "last_progress", "losses", "sent_offset", "opts_in", "has_asked",
-                 "has_logged", "may_have_asked", "mark", "timer", "route_stamp", "turn_over", "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
+                 "has_logged", "may_have_asked", "mark", "timer", "route_stamp", "turn_over",
+                 "over", "schema", "task", "asks", "may_ask", "logs", "rounds")
 
     def __init__(self, method, params, on_finish, host=None, host_id=None, seq=None, identity=None):
         self.method, self.params, self.on_finish = method, params, on_finish
@@ -2977,7 +2978,8 @@ class Upstream:
                 self.stream.marks.sending(self._last_id)
             self.listens[self._last_id] = list(waiting)
             extensions = {"extensions": {TASKS_EXTENSION: {}}} if self.wanted_tasks else {}
-            meta = {META_VERSION: MODERN, META_CAPABILITIES: extensions, META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
+            meta = {META_VERSION: MODERN, META_CAPABILITIES: extensions,
+                    META_CLIENT_INFO: {"name": "mcpx", "version": __version__}}
             self.stream.write(encode_json({"jsonrpc": "2.0", "id": self._last_id, "method": "subscriptions/listen",
                                            "params": {"notifications": wanted, "_meta": meta}}) + b"\n")
         for wire_id in old:
@@ -3034,7 +3036,8 @@ class Upstream:
         if call.token is not None:
             meta["progressToken"] = call.wire_id
         params["_meta"] = meta
-        self.stream.write(encode_json({"jsonrpc": "2.0", "id": call.wire_id, "method": method, "params": params}) + b"\n")
+        self.stream.write(encode_json({"jsonrpc": "2.0", "id": call.wire_id, "method": method,
+                                       "params": params}) + b"\n")
 
     def _take_initialize(self, message):
         if "error" in message:
@@ -3145,7 +3148,8 @@ class Upstream:
     def take_facts(self, facts, last_id):
         """Go on with a server that another daemon has made the handshake with."""
         self.era, self.revision, self.only_era = facts["era"], facts["revision"], facts.get("onlyEra")
-        self.capabilities, self.info, self.instructions = facts["capabilities"], facts["info"], facts.get("instructions")
+        self.capabilities, self.info = facts["capabilities"], facts["info"]
+        self.instructions = facts.get("instructions")
         self.listens = {wire_id: [] for wire_id in facts.get("listens") or ()}
         self._last_id = max([last_id] + list(self.listens))
 
@@ -3742,7 +3746,8 @@ class Orphans:
         family = table.family(pid if known else -1, record["id"])
         for pair in record.get("family") or ():
             # What had left the family in every visible way was seen while it had not.
-            if isinstance(pair, list) and len(pair) == 2 and pair[0] in table.rows and table.rows[pair[0]][3] == pair[1]:
+            if isinstance(pair, list) and len(pair) == 2 and pair[0] in table.rows and (
+                    table.rows[pair[0]][3] == pair[1]):
                 family[pair[0]] = pair[1]
         keep = record.get("keep") or []
         return {p: s for p, s in family.items()
@@ -3983,7 +3988,7 @@ class Holder:
         self.loop.change(self.connection.fileno(), 1, lambda _mask: self._on_ready())
 
     def _send(self):
-        """Send what the connection takes: a child must be kept before this daemon can die, not after those before it."""
+        """Send what the connection takes: no child waits for those before it, as the daemon may die meanwhile."""
         while self._sent < len(self._queue):
             letter, name, child, _ = self._queue[self._sent]
             fds = child.descriptors() if child is not None else ()
@@ -4137,7 +4142,8 @@ class Journal:
 
     def _children(self):
         for number in range(JOURNAL_CHILDREN):
-            name, next_id, torn, reading = struct.unpack_from(CHILD_FORMAT, self.map, JOURNAL_HEAD + number * self.child_size)
+            name, next_id, torn, reading = struct.unpack_from(CHILD_FORMAT, self.map,
+                                                              JOURNAL_HEAD + number * self.child_size)
             yield number, (name.rstrip(b"\0").decode("ascii"), next_id, torn, reading)
 
     def child(self, name):
@@ -4522,7 +4528,8 @@ def token_of(call):
 _NAME, _TEXT, _LIST, _DICT = (str,), (str, type(None)), (list,), (dict,)
 # What the record of an instance must say, so that another daemon can go on with it: member -> types.
 RECORD_SHAPE = {"id": _NAME, "server": _NAME, "key": _NAME, "digest": _NAME, "pid": (int,), "ready": _DICT}
-READY_SHAPE = {"shape": _NAME, "argv": _LIST, "cwd": _TEXT, "era": _TEXT, "entry": _NAME, "scope": _NAME, "named": (bool,),
+READY_SHAPE = {"shape": _NAME, "argv": _LIST, "cwd": _TEXT, "era": _TEXT, "entry": _NAME,
+               "scope": _NAME, "named": (bool,),
                "level": _TEXT, "subscriptions": _LIST, "declared": _DICT, "upstream": _DICT, "users": _LIST,
                "calls": (int,), "started": (int, float), "questions": _LIST}
 UPSTREAM_SHAPE = {"era": _NAME, "revision": _NAME, "capabilities": _DICT, "info": _DICT, "instructions": _TEXT}
@@ -4941,7 +4948,8 @@ class Pool:
         if self.draining:
             self._fail_slot(slot, StartFailed("mcpx is ending: %s" % self.draining))
         elif slot.definition.env is None:
-            self._fail_slot(slot, StartFailed("nobody has used server %s since mcpx was interrupted" % slot.server.name))
+            self._fail_slot(slot, StartFailed("nobody has used server %s since mcpx was interrupted"
+                                              % slot.server.name))
         elif slot.leaving is not None or self._place_taken(slot) or self.orphans.holds(slot.server.name):
             self._bound_wait(slot)       # woken again when that has gone
         elif self._backing_off(slot):
@@ -5147,13 +5155,15 @@ class Pool:
             self._unrecord(child)
             raise error if isinstance(error, StartFailed) else StartFailed(str(error))
         self._connect(instance)
-        self.listener.on_event("instance", {"id": instance_id, "server": server.name, "key": key_text, "state": "started"})
+        self.listener.on_event("instance", {"id": instance_id, "server": server.name, "key": key_text,
+                                            "state": "started"})
         self.log.info("server %s started for %s: instance %s, pid %d", server.name, key_text, instance_id, child.pid)
         return instance
 
     def _connect(self, instance):
         child = instance.child
-        child.stdout.on_deaf = lambda: self.loop.call_later(EXIT_WAIT_S, lambda: self._went(instance, "closed its stdin"))
+        child.stdout.on_deaf = lambda: self.loop.call_later(EXIT_WAIT_S,
+                                                            lambda: self._went(instance, "closed its stdin"))
         if self.journal is not None:
             child.stdout.marks = PipeMarks(self.journal, instance.id)
         instance.upstream = Upstream(child.stdout, instance, self.counters)
@@ -5189,7 +5199,8 @@ class Pool:
 
     def _ready_facts(self, instance):
         slot, definition = instance.slot, instance.definition
-        return {"shape": definition.shape, "program": instance.child.program, "argv": definition.argv, "cwd": definition.cwd, "era": definition.era,
+        return {"shape": definition.shape, "program": instance.child.program, "argv": definition.argv,
+                "cwd": definition.cwd, "era": definition.era,
                 "entry": _digest(b"", repr(definition.server.comparable())), "scope": slot.scope, "named": slot.named,
                 "level": slot.level, "subscriptions": list(slot.subscriptions), "declared": instance.capabilities,
                 "upstream": instance.upstream.facts(), "users": sorted(instance.users), "calls": instance.calls,
@@ -5341,7 +5352,8 @@ class Pool:
         instance, old = orphan.instance, orphan.call
         if instance is None or slot.instance is not instance or not orphan.plain:
             return False
-        if orphan.answer is None and (orphan.state != WRITTEN or instance.upstream.in_flight.get(orphan.wire_id) is not old):
+        if orphan.answer is None and (orphan.state != WRITTEN or
+                                      instance.upstream.in_flight.get(orphan.wire_id) is not old):
             return False
         call.slot, call.mark, old.mark = slot, old.mark, None
         slot.hosts.add(call.host)
@@ -5914,7 +5926,8 @@ class Schema:
     def as_dict(self):
         """What is kept on disk."""
         return {"revision": self.revision, "capabilities": self.capabilities, "serverInfo": self.info,
-                "instructions": self.instructions, "lists": self.lists, "asking": self.asking, "heard": self.heard, "ttlMs": self.ttl_ms,
+                "instructions": self.instructions, "lists": self.lists, "asking": self.asking,
+                "heard": self.heard, "ttlMs": self.ttl_ms,
                 "asksAtOnce": sorted(self.at_once)}
 
 
@@ -6865,7 +6878,8 @@ class Questions:
             if question.host is not None:
                 question.host.withdraw_question(question, "the server has ended")
             if question.on_answer is not None:
-                question.on_answer({"error": StreamLost("the server has ended while its question was open").as_object()})
+                question.on_answer({"error": StreamLost(
+                    "the server has ended while its question was open").as_object()})
 
 
 def name_of(call):
@@ -7358,7 +7372,8 @@ class Host:
         """Some hosts name the session on tools/call only: reads of what it showed go there too."""
         for block in result.get("content") or ():
             if isinstance(block, dict):
-                uri = block.get("uri") or (block["resource"].get("uri") if isinstance(block.get("resource"), dict) else None)
+                inner = block.get("resource")
+                uri = block.get("uri") or (inner.get("uri") if isinstance(inner, dict) else None)
                 if isinstance(uri, str):
                     before = self.seen_uris.get(uri)
                     if before is not None and before[1] is not None and before[1].session != call.identity.session:
@@ -7424,7 +7439,8 @@ class LegacyHost(Host):
                 self.link.settled(seq)
             else:
                 self.calls.pop(host_id, None)
-                self._send(seq, error_message(host_id, RpcError(INTERNAL_ERROR, "internal error of mcpx; its log has more")))
+                self._send(seq, error_message(host_id, RpcError(
+                    INTERNAL_ERROR, "internal error of mcpx; its log has more")))
 
     def _take_line(self, seq, line, losses):
         if isinstance(line, Oversize):
@@ -7543,7 +7559,8 @@ class LegacyHost(Host):
             return False
         generation, slot, instance, schema, lists, identity, may_repeat = route
         if generation != self.core.config_generation or slot.instance is not instance or instance.state not in (
-                "idle", "busy") or schema.generation != lists or slot.ended or instance.own_schema not in (None, schema):
+                "idle", "busy") or schema.generation != lists or slot.ended or (
+                instance.own_schema not in (None, schema)):
             del self._routes[name]
             return False
         call.identity, call.schema, call.may_repeat = identity, schema, may_repeat
@@ -7556,7 +7573,8 @@ class LegacyHost(Host):
         """A call has been answered: the next one of its tool may go the same way."""
         instance, name = call.slot.instance, call.params.get("name")
         if (self.surface.single and call.method == "tools/call"
-                and call.route_stamp == (self.core.config_generation, self.roots_changes) and instance is not None and isinstance(name, str)
+                and call.route_stamp == (self.core.config_generation, self.roots_changes) and
+                instance is not None and isinstance(name, str)
                 and "_meta" not in call.params and "task" not in call.params and instance.upstream.era == "legacy"
                 and not runs_as_task(call.schema, call.schema.tool(name))
                 and not call.slot.key.text.startswith("call:") and not call.identity.named
@@ -8189,7 +8207,8 @@ class Tasks:
             result = dict(result, taskId=task.id)
             task.last = {name: value for name, value in result.items() if name != "_meta"}
         result = self._with_meta(result, task)
-        if call.method == "tasks/result" or (result.get("status") in TERMINAL_STATUSES and call.method == "tasks/cancel"):
+        if call.method == "tasks/result" or (result.get("status") in TERMINAL_STATUSES and
+                                             call.method == "tasks/cancel"):
             self._rest(task)
         return result
 
@@ -8347,7 +8366,8 @@ def check_headers(message, meta, headers):
     for name, value in wanted:
         values = headers.get_all(name) or []
         if len(values) != 1:
-            raise EnvelopeError(HEADER_MISMATCH, "the header %s %s" % (name, "stands twice" if values else "is missing"))
+            raise EnvelopeError(HEADER_MISMATCH, "the header %s %s"
+                                % (name, "stands twice" if values else "is missing"))
         given = decode_header(values[0].strip()) if name == "Mcp-Name" else values[0].strip()
         if given != value:
             raise EnvelopeError(HEADER_MISMATCH, "%s header %r differs from the body's %r" % (name, given, value))
@@ -8438,7 +8458,8 @@ def check_parameter_headers(tool, arguments, headers):
                                                                       "is missing" if not values else "stands twice"))
         given = decode_header(values[0].strip())
         if not _same_parameter(given, value, kind):
-            raise EnvelopeError(HEADER_MISMATCH, "the header %s differs from the argument %s" % (header, ".".join(path)))
+            raise EnvelopeError(HEADER_MISMATCH, "the header %s differs from the argument %s"
+                                % (header, ".".join(path)))
 
 
 def _same_parameter(text, value, kind):
@@ -8611,7 +8632,8 @@ class ModernRequest(Host):
 
     def _submit(self, call, slot, schema):
         if "inputResponses" in call.params and schema.revision not in MODERN_REVISIONS:
-            raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; start it anew")
+            raise RpcError(INVALID_PARAMS, "inputResponses without requestState: the call would run again; "
+                           "start it anew")
         tool = schema.tool(call.params.get("name")) if call.method == "tools/call" else None
         if tool is not None and schema.revision not in MODERN_REVISIONS and runs_as_task(schema, tool) and (
                 self.declares_tasks()):
@@ -8705,7 +8727,8 @@ def spell_error_up(error, call):
         return {"code": INVALID_PARAMS, "message": error.get("message", "Resource not found"), "data": data}
     instance = call.slot.instance if call.slot is not None else None
     kept = code == MISSING_CAPABILITY or (
-        instance is not None and instance.upstream.era == "modern" and code not in (HEADER_MISMATCH, UNSUPPORTED_VERSION))
+        instance is not None and instance.upstream.era == "modern" and
+        code not in (HEADER_MISMATCH, UNSUPPORTED_VERSION))
     if -32099 <= code <= -32020 and not kept:
         return {"code": INTERNAL_ERROR, "message": str(error.get("message", "")), "data": {"upstreamCode": code}}
     return error
@@ -8886,7 +8909,8 @@ class HeldCalls:
         held = HeldCall(self.core, self.core.new_id(), request, call)
         self.by_id[held.id] = held
         # The request gets a call of its own to be answered by; the old one goes on upstream.
-        mine = Call(call.method, call.message["params"], request._finished, request, call.host_id, call.seq, call.identity)
+        mine = Call(call.method, call.message["params"], request._finished, request, call.host_id,
+                    call.seq, call.identity)
         mine.slot, mine.schema, mine.token, mine.message = call.slot, call.schema, call.token, call.message
         request.calls[call.host_id] = request.call = held.request_call = mine
         call.host, call.on_finish, request.held = held, held.finished, held
@@ -8913,7 +8937,8 @@ class HeldCalls:
             return
         held = self.by_id.get(state.get("h"))
         if held is None and state.get("by") != self.core.incarnation:
-            raise StreamLost("mcpx lost its daemon while this call was in flight; whether it was carried out is not known")
+            raise StreamLost("mcpx lost its daemon while this call was in flight; whether it was carried out "
+                             "is not known")
         if held is None:
             raise RpcError(INVALID_PARAMS, "requestState: the call is gone; start it again")
         if state.get("r") != held.round or held.request is not None:
@@ -8984,7 +9009,8 @@ class HeldCalls:
             return error_message(call.host_id, RpcError(
                 INTERNAL_ERROR, "the server asked for URLs %d times in a row" % request.runs))
         requests = {"u%d" % n: {"method": "elicitation/create", "params": {
-            "mode": "url", "message": str(entry.get("message", "")), "url": entry["url"]}} for n, entry in enumerate(entries)}
+            "mode": "url", "message": str(entry.get("message", "")), "url": entry["url"]}}
+            for n, entry in enumerate(entries)}
         timeout = self.core.config.get("question.timeout")
         state = self.core.sign({"u": request.runs + 1, "e": time.time() + timeout, "n": self.core.new_id(),
                                 "d": digest_of_request(call.method, call.message["params"])})
@@ -8994,7 +9020,8 @@ class HeldCalls:
 
     def _rerun(self, request, call, state, responses):
         self.core.use_once(state.get("n"))
-        refused = [value for value in responses.values() if not isinstance(value, dict) or value.get("action") != "accept"]
+        refused = [value for value in responses.values() if not isinstance(value, dict) or
+                   value.get("action") != "accept"]
         if refused or not responses:
             text = "the user did not visit the address"
             if call.method != "tools/call":
@@ -9078,7 +9105,8 @@ class ModernTasks:
         """A tools/call became a task: register it first, then return the flat result with our id."""
         is_core = is_core_task(result)
         inner = result["task"] if is_core else result
-        task = ModernTask(self.core, secrets.token_urlsafe(18), inner.get("taskId"), call, request.capabilities, is_core)
+        task = ModernTask(self.core, secrets.token_urlsafe(18), inner.get("taskId"), call,
+                          request.capabilities, is_core)
         self.by_id[task.id] = task
         task.slot.tasks.add(task.upstream_id)
         shown = flat_task(inner, task.id, is_core)
@@ -10438,7 +10466,8 @@ def code_by_place():
             value = value.fget
         elif isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if isinstance(value, types.FunctionType) and value.__module__ == __name__ and "<locals>" not in value.__qualname__:
+        if isinstance(value, types.FunctionType) and value.__module__ == __name__ and (
+                "<locals>" not in value.__qualname__):
             add((prefix + value.__name__,), value.__code__)
     for name, value in list(globals().items()):
         if isinstance(value, type) and value.__module__ == __name__:
@@ -10474,7 +10503,8 @@ _SEQUENCES = {}
 
 def _sequence_kinds():
     if not _SEQUENCES:
-        _SEQUENCES.update({list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", collections.deque: "deque"})
+        _SEQUENCES.update({list: "list", tuple: "tuple", set: "set", frozenset: "frozenset",
+                           collections.deque: "deque"})
         _SEQUENCES.update({dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"})
     return _SEQUENCES
 
@@ -10771,7 +10801,8 @@ class ApiLink:
         """The JSON-RPC answer becomes the API's."""
         message = parse_json(data)
         if "error" in message:
-            self.exchange.respond_json(400 if message["error"].get("code") == INVALID_PARAMS else 502, {"error": message["error"]})
+            self.exchange.respond_json(400 if message["error"].get("code") == INVALID_PARAMS else 502,
+                                       {"error": message["error"]})
         else:
             self.exchange.respond_json(200, {"result": message["result"]})
 
@@ -10820,7 +10851,8 @@ class Api:
             route, exchange.question = API_ROUTES[("POST", "/asks/{id}")], path[len("/asks/"):]
         if route is None:
             known = [method for method, known_path in API_ROUTES if known_path == path]
-            self.fail(exchange, 405 if known else 404, "there is no %s /v1%s; GET /v1/openapi.json describes what there is"
+            self.fail(exchange, 405 if known else 404,
+                      "there is no %s /v1%s; GET /v1/openapi.json describes what there is"
                       % (exchange.method, printable(path)))
             return
         try:
@@ -10895,7 +10927,8 @@ class Api:
 
     def call(self, exchange, body):
         """Call a tool: server, tool, arguments; session, parentSession, cwd name the caller."""
-        self._request(exchange, body, "tools/call", {"name": body.get("tool"), "arguments": body.get("arguments") or {}})
+        self._request(exchange, body, "tools/call", {"name": body.get("tool"),
+                                                     "arguments": body.get("arguments") or {}})
 
     def resource(self, exchange, body):
         """Read a resource: server, uri."""
@@ -10903,7 +10936,8 @@ class Api:
 
     def prompt(self, exchange, body):
         """Get a prompt: server, prompt, arguments."""
-        self._request(exchange, body, "prompts/get", {"name": body.get("prompt"), "arguments": body.get("arguments") or {}})
+        self._request(exchange, body, "prompts/get", {"name": body.get("prompt"),
+                                                      "arguments": body.get("arguments") or {}})
 
     def complete(self, exchange, body):
         """Complete an argument: server, ref, argument, context."""
@@ -10969,10 +11003,13 @@ API_ROUTES = {
     ("GET", "/tools"): (Api.tools, "the tools of a server", {"server": "string"}),
     ("POST", "/call"): (Api.call, "call a tool", dict(_CALLER, server="string", tool="string", arguments="object")),
     ("POST", "/resource"): (Api.resource, "read a resource", dict(_CALLER, server="string", uri="string")),
-    ("POST", "/prompt"): (Api.prompt, "get a prompt", dict(_CALLER, server="string", prompt="string", arguments="object")),
-    ("POST", "/complete"): (Api.complete, "complete an argument", dict(_CALLER, server="string", ref="object", argument="object")),
+    ("POST", "/prompt"): (Api.prompt, "get a prompt", dict(_CALLER, server="string", prompt="string",
+                                                           arguments="object")),
+    ("POST", "/complete"): (Api.complete, "complete an argument",
+                            dict(_CALLER, server="string", ref="object", argument="object")),
     ("GET", "/asks"): (Api.asks, "open questions", {}),
-    ("POST", "/asks/{id}"): (Api.answer, "answer a question", {"action": "string", "content": "object", "result": "object"}),
+    ("POST", "/asks/{id}"): (Api.answer, "answer a question",
+                             {"action": "string", "content": "object", "result": "object"}),
     ("GET", "/events"): (Api.events_stream, "what happens, as events", {}),
     ("POST", "/stop"): (Api.control_route("stop"), "end an instance, a server or the daemon", {"name": "string"}),
     ("POST", "/restart"): (Api.control_route("restart"), "end and start anew", {"name": "string"}),
@@ -10981,7 +11018,8 @@ API_ROUTES = {
                                                                                                "caller": "object"}),
     ("GET", "/settings"): (Api.control_route("settings"), "every setting, its value and where it was said", {}),
     ("GET", "/token"): (Api.control_route("token"), "the token of the TCP door; on the socket only", {}),
-    ("POST", "/upgrade"): (Api.control_route("upgrade"), "go on with a file's code; on the socket only", {"file": "string"}),
+    ("POST", "/upgrade"): (Api.control_route("upgrade"), "go on with a file's code; on the socket only",
+                           {"file": "string"}),
     ("GET", "/openapi.json"): (Api.openapi, "this description", {}),
 }
 
@@ -11009,7 +11047,8 @@ def answer_question(core, question, body):
         if body["action"] == "accept":
             result["content"] = body.get("content") if isinstance(body.get("content"), dict) else {}
     else:
-        raise RpcError(INVALID_PARAMS, "answer with an action (accept, decline, cancel) and content, or a result object")
+        raise RpcError(INVALID_PARAMS, "answer with an action (accept, decline, cancel) and content, "
+                       "or a result object")
     if question.host is not None:
         question.host.withdraw_question(question, "answered elsewhere")
     core.questions.answer(question, {"result": result})
@@ -11333,7 +11372,8 @@ class Daemon:
             make_private_directory(os.path.dirname(self.paths.socket))
             self.pool.journal = Journal(self.paths.socket[:-len(".sock")] + ".journal", self.pool.directories["boot"],
                                         self.incarnation, self.log)
-            self.pool.holder = Holder(self.loop, self.log, self.paths.socket[:-len(".sock")] + ".hold", self.config.get("crashKeep"))
+            self.pool.holder = Holder(self.loop, self.log, self.paths.socket[:-len(".sock")] + ".hold",
+                                      self.config.get("crashKeep"))
             adopted = self.pool.adopt_all()
             self._listen()
             self._write_record()
@@ -11868,7 +11908,8 @@ class Daemon:
         if payload.get("e", 0) < time.time():
             raise RpcError(INVALID_PARAMS, "requestState: it has expired; start the call again")
         if payload.get("d") != digest:
-            raise RpcError(INVALID_PARAMS, "requestState: it belongs to another request (method, name or arguments differ)")
+            raise RpcError(INVALID_PARAMS, "requestState: it belongs to another request (method, name or "
+                           "arguments differ)")
         return payload
 
     def use_once(self, number):
@@ -12256,14 +12297,17 @@ class Daemon:
             self._idle_timer.cancel()
             self._idle_timer = None
 
+    def _is_used(self):
+        return bool(self.links or self.http.connections or self.http.sessions or self.pool.instances)
+
     def _maybe_idle_exit(self):
         """A daemon that a shim started goes when nobody has used it for a while."""
-        if not self.idle_exit or self.links or self.http.connections or self.http.sessions or self.pool.instances or self._idle_timer is not None or self.stopping:
+        if not self.idle_exit or self._idle_timer is not None or self.stopping or self._is_used():
             return
 
         def due():
             self._idle_timer = None
-            if not (self.links or self.http.connections or self.http.sessions or self.pool.instances):
+            if not self._is_used():
                 self.shutdown("idle")
         self._idle_timer = self.loop.call_later(self.config.get("idleExit"), due)
 
@@ -12427,7 +12471,8 @@ class Upgrade:
     def fail(self, text):
         """The code goes on that ran before."""
         self.core.log.error("the upgrade to %s failed: %s", self.path, text)
-        self.on_done({"error": RpcError(INTERNAL_ERROR, "the daemon goes on with the code it has: " + text).as_object()})
+        self.on_done({"error": RpcError(
+            INTERNAL_ERROR, "the daemon goes on with the code it has: " + text).as_object()})
         self.core.upgrade_over()
 
     def succeed(self):
@@ -12473,7 +12518,10 @@ def exec_daemon(path, config, fd, previous, failed=None):
 
 
 def check_snapshot(fd):
-    """Prove that this code can take over: restore a copy of the state, and look at all of it. Returns the exit status."""
+    """Prove that this code can take over: restore a copy of the state, and look at all of it.
+
+    Returns the exit status.
+    """
     core = SnapshotReader(read_all(fd), dry=True).load()
     json.dumps(Control(core, print).op_status({}, {}))
     sys.stdout.write("ok %s\n" % __version__)
@@ -12490,7 +12538,8 @@ def resume_daemon(config, fd, previous, failed):
         reader.resume()
     except BaseException as error:
         paths = DaemonPaths(config, os.environ)
-        Log(RotatedFile(paths.log, 1 << 30, 1)).error("mcpx %s could not take over: %s", __version__, traceback.format_exc())
+        Log(RotatedFile(paths.log, 1 << 30, 1)).error("mcpx %s could not take over: %s", __version__,
+                                                      traceback.format_exc())
         if previous is None or failed:
             raise
         for descriptor in descriptors + [fd]:
@@ -13328,7 +13377,7 @@ class Shim:
         elif tag == b"d":
             self._forget(int(line[1:]))
         elif tag == b"s":
-            self.session_state = line[2:].decode("ascii", "surrogateescape") if line.isascii() else line[2:].decode("utf-8")
+            self.session_state = line[2:].decode(*("ascii", "surrogateescape") if line.isascii() else ("utf-8",))
         elif tag == b"c":
             self._on_control(line[2:].decode("utf-8", "replace").rstrip("\n"))
         else:
@@ -13719,7 +13768,8 @@ DEMO_TOOLS = {
     "whoami": ("Tell which process this is", _schema(), {"readOnlyHint": True}),
     "add": ("Add to a counter in this process", _schema(n="integer?"), {}),
     "echo": ("Return the text", _schema(text="string"), {"readOnlyHint": True}),
-    "sleep": ("Answer after some seconds, with progress", _schema(seconds="number", every="number?", text="string?"), {}),
+    "sleep": ("Answer after some seconds, with progress", _schema(seconds="number", every="number?", text="string?"),
+              {}),
     "fail": ("Return a tool error", _schema(message="string"), {}),
     "error": ("Return a JSON-RPC error", _schema(code="integer", message="string"), {}),
     "crash": ("End this process without an answer", _schema(status="integer?"), {}),
@@ -13787,11 +13837,14 @@ class DemoServer:
         if is_modern(message) and self.era != "legacy":
             self.modern[message["id"]] = params["_meta"]
         elif self.era == "modern":
-            self.send({"id": message["id"], "error": {"code": UNSUPPORTED_VERSION, "message": "Unsupported protocol version",
+            self.send({"id": message["id"], "error": {"code": UNSUPPORTED_VERSION,
+                                                      "message": "Unsupported protocol version",
                                                       "data": {"supported": list(MODERN_REVISIONS), "requested": ""}}})
             return
         handler = getattr(self, "on_" + method.replace("/", "_"), None)
-        known = has_method(HOST_METHODS, method, MODERN) if message["id"] in self.modern else method != "server/discover"
+        known = method != "server/discover"
+        if message["id"] in self.modern:
+            known = has_method(HOST_METHODS, method, MODERN)
         if handler is None or not known:
             self.fail(message["id"], METHOD_NOT_FOUND, "Method not found: %s" % method)
             return
@@ -13816,7 +13869,8 @@ class DemoServer:
 
     def on_server_discover(self, _params, _id):
         legacy = list(LEGACY_REVISIONS) if self.era == "both" else []
-        return dict(self.capabilities(), supportedVersions=list(MODERN_REVISIONS) + legacy, ttlMs=0, cacheScope="private")
+        return dict(self.capabilities(), supportedVersions=list(MODERN_REVISIONS) + legacy,
+                    ttlMs=0, cacheScope="private")
 
     def on_subscriptions_listen(self, params, request_id):
         wanted = params.get("notifications") or {}
@@ -13876,7 +13930,8 @@ class DemoServer:
 
     def on_resources_list(self, params, _id):
         uris = ["demo://state"] + ["demo://note/%d" % n for n in (1, 2, 3)]
-        return self.paged("resources", [{"uri": uri, "name": uri[7:], "mimeType": "text/plain"} for uri in uris], params)
+        return self.paged("resources", [{"uri": uri, "name": uri[7:], "mimeType": "text/plain"} for uri in uris],
+                          params)
 
     def on_resources_templates_list(self, params, _id):
         return self.paged("resourceTemplates", [{"uriTemplate": "demo://note/{name}", "name": "note"}], params)
@@ -14233,7 +14288,8 @@ def cmd_daemon(options):
     if options.check_fd is not None:
         return check_snapshot(options.check_fd)
     if options.resume_fd is not None:
-        return turn_until_stopped(resume_daemon(options.config_file, options.resume_fd, options.previous, options.failed))
+        return turn_until_stopped(resume_daemon(options.config_file, options.resume_fd,
+                                                options.previous, options.failed))
     ready_fd = options.ready_fd
     return run_daemon(options.config_file, dict(os.environ), ready_fd is not None, ready_fd)
 
@@ -14260,7 +14316,8 @@ def status_text(data):
         ("UP", lambda r: age(r["uptime"])), ("CALLS", "calls"), ("IN FLIGHT", "inFlight"), ("HOSTS", "hosts"),
         ("ID", "id")]) if data["instances"] else "none runs; the first call of a server starts one"))
     parts.append("\nHOSTS\n" + (table(data["hosts"], [
-        ("HOST", lambda r: r["client"] or "?"), ("PID", "pid"), ("SESSION", "session"), ("CWD", lambda r: r["cwd"] or "-"),
+        ("HOST", lambda r: r["client"] or "?"), ("PID", "pid"), ("SESSION", "session"),
+        ("CWD", lambda r: r["cwd"] or "-"),
         ("SERVERS", lambda r: ",".join(r["servers"])), ("REVISION", lambda r: r["revision"] or "-"),
         ("IN FLIGHT", "inFlight")]) if data["hosts"] else "none is connected"))
     troubled = [row for row in data["servers"] if row["lastError"] and not row["instances"]]
@@ -14303,7 +14360,8 @@ def cmd_ls(options):
         data[kind] = items
         if items:
             parts.append("%s\n%s" % (kind.upper(), table(items, [
-                ("  NAME", lambda r: "  %s" % r.get("name", "")), ("", lambda r: r.get("uri") or r.get("uriTemplate") or ""),
+                ("  NAME", lambda r: "  %s" % r.get("name", "")),
+                ("", lambda r: r.get("uri") or r.get("uriTemplate") or ""),
                 ("", lambda r: (r.get("description") or "").split("\n")[0][:80])])))
     return Output(data, "\n".join(parts) or "the server lists nothing")
 
@@ -14384,7 +14442,8 @@ def cmd_why(options):
                  else "no instance runs for it; the next call starts one")
     lines.append("program %s" % (data["program"] or "not found in PATH"))
     if data["callersProgram"] != data["program"]:
-        lines.append("  found in the PATH of who started it; here it would be %s" % (data["callersProgram"] or "nothing"))
+        lines.append("  found in the PATH of who started it; here it would be %s"
+                     % (data["callersProgram"] or "nothing"))
     return Output(data, "\n".join(lines))
 
 
@@ -14400,7 +14459,8 @@ def cmd_stop(options):
     else:
         text = "stopped %d instances of %s" % (len(data["stopped"]), options.name)
     if data["killed"]:
-        text += "; %s had to be killed" % ", ".join("%s (pid %d)" % (one["server"], one["pid"]) for one in data["killed"])
+        text += "; %s had to be killed" % ", ".join("%s (pid %d)" % (one["server"], one["pid"])
+                                                    for one in data["killed"])
     return Output(data, text)
 
 
@@ -14423,7 +14483,8 @@ def cmd_reload(options):
     if options.upgrade:
         wait = parse_setting(SETTINGS["upgradeTimeout"], SETTINGS["upgradeTimeout"].default) * 3
         data = client.control("upgrade", {"file": os.path.realpath(__file__)}, wait)
-        return Output(data, "the daemon, pid %d, goes on with mcpx %s of %s" % (data["pid"], data["upgraded"], data["file"]))
+        return Output(data, "the daemon, pid %d, goes on with mcpx %s of %s"
+                      % (data["pid"], data["upgraded"], data["file"]))
     data = client.control("reload")
     return Output(data, "reloaded %s: servers %s" % (data["reloaded"], ", ".join(data["servers"]) or "none"))
 
@@ -14490,7 +14551,8 @@ def cmd_settings(options):
     rows = settings_in_force(config)
     for row in rows:
         row["shown"] = show_setting(row)
-    text = table(rows, [("SETTING", "name"), ("VALUE", "shown"), ("LEVEL", lambda r: "server" if r["perServer"] else "daemon"),
+    text = table(rows, [("SETTING", "name"), ("VALUE", "shown"),
+                        ("LEVEL", lambda r: "server" if r["perServer"] else "daemon"),
                         ("FROM", "from"), ("MEANING", "meaning")])
     return Output({"settings": [{k: v for k, v in row.items() if k != "shown"} for row in rows]}, text)
 
@@ -14787,8 +14849,10 @@ _SESSION = argument("--session", metavar="NAME", help="call as this session")
 _PARENT = argument("--parent-session", metavar="NAME", help="the session that this one belongs to")
 
 COMMANDS = {
-    "serve": Command(cmd_serve, "be the MCP server that a host launches", argument("names", nargs="*", metavar="SERVER"),
-                     argument("--standalone", action="store_true", help="without a daemon"), _SESSION, json_output=False),
+    "serve": Command(cmd_serve, "be the MCP server that a host launches",
+                     argument("names", nargs="*", metavar="SERVER"),
+                     argument("--standalone", action="store_true", help="without a daemon"),
+                     _SESSION, json_output=False),
     "daemon": Command(cmd_daemon, "be the daemon, in the foreground (for systemd, launchd)",
                       argument("--ready-fd", type=int, help="say there whether the start worked"),
                       argument("--check-fd", type=int, help="look at a snapshot: can this code take over?"),
@@ -14805,7 +14869,8 @@ COMMANDS = {
                     argument("name", nargs="?", metavar="SERVER|INSTANCE")),
     "restart": Command(cmd_restart, "end and start anew", argument("name", metavar="SERVER|INSTANCE")),
     "reload": Command(cmd_reload, "read the configuration again, or go on with this file's code",
-                      argument("--upgrade", action="store_true", help="have the daemon go on with the code of this file; "
+                      argument("--upgrade", action="store_true",
+                               help="have the daemon go on with the code of this file; "
                                "hosts, servers and calls stay")),
     "logs": Command(cmd_logs, "show the daemon's log, or a server's stderr", argument("server", nargs="?"),
                     argument("-f", "--follow", action="store_true"),
@@ -14823,7 +14888,8 @@ COMMANDS = {
     "demo-server": Command(cmd_demo_server, "be the built-in server", argument("--name", default="demo"),
                            argument("--start-delay", type=float, default=0.0),
                            argument("--page", type=int, default=0),
-                           argument("--era", choices=("legacy", "modern", "both"), default="both"), json_output=False, hidden=True),
+                           argument("--era", choices=("legacy", "modern", "both"), default="both"),
+                           json_output=False, hidden=True),
 }
 
 

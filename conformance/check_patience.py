@@ -48,7 +48,8 @@ async def be_patient(place, port):
     await limited.initialize()
     wait_until(lambda: can_connect(port), 10, "the door is open")
     found = await asyncio.gather(
-        quiet_call(link), talking_call(link), meanwhile(link), limited_call(limited), quiet_post(port), quiet_stream(port)
+        quiet_call(link), talking_call(link), meanwhile(link), limited_call(limited), quiet_post(port),
+        quiet_stream(port)
     )
     await link.close()
     await limited.close()

@@ -73,7 +73,8 @@ class Worker:
             self.adds_lost += kind == "add"
             return
         said = "".join(block.get("text", "") for block in answer.get("result", {}).get("content", []))
-        right = {"echo": said == text, "sleep": word in said, "add": said.isdigit(), "big": len(said) == arguments.get("bytes")}
+        right = {"echo": said == text, "sleep": word in said, "add": said.isdigit(),
+                 "big": len(said) == arguments.get("bytes")}
         self.added += kind == "add"
         if not right[kind]:
             self.found.append("%s(%s) got %s" % (word, kind, str(answer)[:200]))

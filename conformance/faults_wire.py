@@ -76,7 +76,8 @@ class Side:
             self.write(line + b"\n")
             return
         fault, at = order["fault"], int(order["at"] * len(line))
-        self.report(dict(order, wire=os.getpid(), line=line[:REPORT_BYTES].decode("latin-1"), tail=line[-200:].decode("latin-1")))
+        self.report(dict(order, wire=os.getpid(), line=line[:REPORT_BYTES].decode("latin-1"),
+                         tail=line[-200:].decode("latin-1")))
         if fault == "split":
             self.write(line + b"\n", max(1, len(line) // order["pieces"]), 0.003)
         elif fault == "delay":

@@ -112,7 +112,8 @@ class Soak:
             return answer.headers, answer.read().decode()
 
         if not modern:
-            hello = {"protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": {"name": "soak", "version": "1"}}
+            hello = {"protocolVersion": "2025-11-25", "capabilities": {},
+                     "clientInfo": {"name": "soak", "version": "1"}}
             answered, _body = post("initialize", hello, 0)
             headers["Mcp-Session-Id"] = answered["Mcp-Session-Id"]
             post("notifications/initialized", {})
