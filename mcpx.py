@@ -4687,7 +4687,26 @@ class Pool:
             self._lease(slot, instance, call)
             return
         slot.queue.push(call)
+        if call.timer is None and self.config.get("sharing", slot.server) == "exclusive":
+            self._bound_turn(slot, call)
         self.wake(slot)
+
+    def _bound_turn(self, slot, call):
+        timeout = self.config.get("queueTimeout", slot.server)
+        call.timer = self.loop.call_later(timeout, lambda: self._waited_enough(slot, call, timeout))
+
+    def _waited_enough(self, slot, call, timeout):
+        """A call has waited for its turn on an exclusive instance; that this starts has a bound of its own."""
+        instance = slot.instance
+        if instance is None or instance.state not in ("idle", "busy"):
+            self._bound_turn(slot, call)
+        elif slot.queue.remove(call) or slot.askers.remove(call):
+            others = sorted({"host %s" % other.host.id for other in instance.upstream.in_flight.values()
+                             if other.host is not None})
+            whose = " with a call of " + ", ".join(others) if others else ""
+            call.fail(LimitReached("server %s takes one call at a time (sharing: exclusive) and was busy for %gs%s; "
+                                   "call again later, or raise queueTimeout" % (slot.server.name, timeout, whose)))
+            self._rested(slot)
 
     def prepare(self, slot, on_ready):
         """Have the slot's instance started without a call; `on_ready(error)` says how it went."""
@@ -8029,7 +8048,10 @@ def _subscribe(host, call):
         if "result" in message and call.slot is not None:
             host.core.pool.subscribe(call.slot, uri, host)
             host.subscriptions[uri] = call.slot
-            host.keep_state()
+            if host.closed:
+                host.core.pool.leave(call.slot, host)     # it went while the server was thinking
+            else:
+                host.keep_state()
         finish(call, message, line)
 
     server = host.core.server(servers[0])
@@ -13377,7 +13399,7 @@ class Shim:
         elif tag == b"d":
             self._forget(int(line[1:]))
         elif tag == b"s":
-            self.session_state = line[2:].decode(*("ascii", "surrogateescape") if line.isascii() else ("utf-8",))
+            self.session_state = line[2:].decode("utf-8")
         elif tag == b"c":
             self._on_control(line[2:].decode("utf-8", "replace").rstrip("\n"))
         else:

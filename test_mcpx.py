@@ -4087,6 +4087,20 @@ def test_a_question_of_nobody_knows_whom_is_asked_of_nobody(lab, monkeypatch):
     assert lab.status()["questions"] == []
 
 
+def test_a_call_does_not_wait_for_ever_for_an_exclusive_server(lab):
+    lab.configure({"alone": lab.role("upstream", "alone", scope="global", sharing="exclusive", queueTimeout="500ms")})
+    ann, bob = lab.host("alone"), lab.host("alone")
+    held = ann.begin("hold", until=lab.gate("go"))
+    lab.wait_begun("alone")
+    error = bob.answer(bob.begin("echo", text="late"), 10)["error"]
+    assert "exclusive" in error["message"] and "queueTimeout" in error["message"]
+    assert lab.status()["hosts"][0]["id"] in error["message"] or lab.status()["hosts"][1]["id"] in error["message"]
+    lab.open_gate("go")
+    assert text_of(ann.result(held)) == "held" and bob.call("echo", text="x") == "x"
+    assert [e["message"]["params"]["arguments"].get("text") for e in lab.seen("alone", "got")
+            if e["message"].get("method") == "tools/call"] == [None, "x"]
+
+
 def test_an_exclusive_server_never_asks_the_wrong_host(lab):
     lab.configure({"curious": lab.role("curious", None, scope="global", sharing="exclusive")}, question_timeout="60s")
     hosts = {name: lab.host("curious", capabilities=ALL_CAPABILITIES, replies=replies_of(name))
@@ -5340,6 +5354,35 @@ def test_a_call_of_a_servers_only_host_writes_no_file(lab):
         return written()
     before = use()
     assert [name for name, facts in use().items() if before.get(name) != facts] == []
+
+
+def test_a_listener_that_leaves_before_its_subscription_is_made_leaves_nothing(lab):
+    web = Web(lab, demo=demo(), slow=fake(lab, "slow", """
+        HELLO["capabilities"]["resources"] = {"subscribe": True}
+        old = take
+        def take(message):
+            if message.get("method") == "resources/list":
+                send(id=message["id"], result={"resources": [{"uri": "slow://x", "name": "x"}]})
+            elif message.get("method") == "resources/subscribe":
+                note("got", "resources/subscribe")
+                while not os.path.exists(sys.argv[1]):
+                    time.sleep(0.02)
+                send(id=message["id"], result={})
+            else:
+                old(message)
+        """, lab.gate("slow"), scope="global", idleTimeout="300ms"))
+    assert web.modern("slow", "resources/list")[1][-1]["result"]["resources"]
+    body = {"jsonrpc": "2.0", "id": 1, "method": "subscriptions/listen", "params": {
+        "notifications": {"resourceSubscriptions": ["slow://x"]}, "_meta": MODERN_META}}
+    client = http.client.HTTPConnection("127.0.0.1", web.port, timeout=PATIENCE_S)
+    client.request("POST", "/mcp/slow", json.dumps(body), {
+        "Content-Type": "application/json", "Accept": BOTH_TYPES, "MCP-Protocol-Version": "2026-07-28",
+        "Mcp-Method": "subscriptions/listen"})
+    lab.wait_for("the subscription", lambda: notes(lab, "slow", "got", "resources/subscribe"))
+    client.close()
+    lab.wait_for("the end of its request", lambda: not lab.status()["tables"]["requests"])
+    lab.open_gate("slow")
+    lab.wait_for("the end of the idle server", lambda: lab.instances("slow") == [])
 
 
 def test_losing_the_holder_costs_nothing(lab):

@@ -520,8 +520,10 @@ class Driver:
         host = rng.choice(self.hosts)
         server = rng.choice(host.servers)
         over = self.harm("child", lambda call: call.server == server, AFTERMATH_S["child"])
-        self.begin(host, rng, tool=rng.choice(("die", "dielook")), server=server)
-        await asyncio.sleep(0.2)
+        dying = self.begin(host, rng, tool=rng.choice(("die", "dielook")), server=server)
+        deadline = time.monotonic() + CALL_TIMEOUT_S
+        while not dying.settled and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         over()
         return True
 

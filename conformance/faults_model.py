@@ -81,6 +81,8 @@ class Call:
             # What arrives damaged is refused; what arrives twice is refused once, where the first is in flight.
             if code in DAMAGED_CODES:
                 return None
+        if self.server == "excl" and "queueTimeout" in text:
+            return None  # those in front may have lost their answers, and hold it until they are given up
         if not self.harms:
             return "an error without any fault: %s" % json.dumps(error)[:400]
         if is_lost(error) or code in (-32000, -32603):
