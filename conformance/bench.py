@@ -528,11 +528,11 @@ def shim_over_interpreter(results):
 
 
 TARGETS = [
-    Target("latency", "small call, stdio, against mux", 1.5, lambda r: over(r["latency"], MCPX_STDIO, "mux"), quick=12),
+    Target("latency", "small call, stdio, against mux", 1.5, lambda r: over(r["latency"], MCPX_STDIO, "mux"), quick=5),
     Target("http", "small call, HTTP, against mux", 3,
-           lambda r: over(r["http"]["latency"], MCPX_HTTP[0], "mux"), quick=20),
+           lambda r: over(r["http"]["latency"], MCPX_HTTP[0], "mux"), quick=9),
     Target("http", "small call, HTTP 2026-07-28, against mux", 3,
-           lambda r: over(r["http"]["latency"], MCPX_HTTP[1], "mux"), quick=20),
+           lambda r: over(r["http"]["latency"], MCPX_HTTP[1], "mux"), quick=9),
     Target("http", "small call, HTTP, against the best HTTP peer", 1, over_best_http_peer),
     Target("load", "calls per second, 8 hosts, against mux", 0.5,
            lambda r: over(rates(r, 8), MCPX_STDIO, "mux"), True, 0.15),
