@@ -4702,9 +4702,8 @@ class Pool:
         if instance is None or instance.state not in ("idle", "busy"):
             self._bound_turn(slot, call)
         elif slot.queue.remove(call) or slot.askers.remove(call):
-            others = sorted({"host %s" % other.host.id for other in instance.upstream.in_flight.values()
-                             if other.host is not None})
-            whose = " with a call of " + ", ".join(others) if others else ""
+            others = hosts_of(instance.upstream.in_flight.values())
+            whose = " with a call of " + others if others else ""
             call.fail(LimitReached("server %s takes one call at a time (sharing: exclusive) and was busy for %gs%s; "
                                    "call again later, or raise queueTimeout" % (slot.server.name, timeout, whose)))
             self._rested(slot)
@@ -4866,9 +4865,7 @@ class Pool:
             call.fail(LimitReached("server %s does not read its input; %d bytes wait (limits.childQueueBytes)"
                                    % (slot.server.name, instance.child.stdout.queued_bytes)))
             return
-        if call.timer is not None:
-            call.timer.cancel()
-            call.timer = None
+        self._forget_timer(call, "timer")
         call.instance = instance
         instance.leases += 1
         instance.calls += 1
@@ -4904,8 +4901,7 @@ class Pool:
                 slot.queue.push(call, first=True)
                 self.wake(slot)
             else:
-                others = ", ".join(sorted({"host %s" % other.host.id for other in instance.upstream.in_flight.values()
-                                           if other.asks and other.host is not None}))
+                others = hosts_of(other for other in instance.upstream.in_flight.values() if other.asks)
                 call.fail(LimitReached("server %s is asking another host something (%s); call %s again later, or "
                                        "raise queueTimeout" % (slot.server.name, others, call.params.get("name"))))
                 self._rested(slot)
@@ -5815,11 +5811,16 @@ class Pool:
         for instance in list(self.instances.values()):
             self.stop(instance, reason)
 
-    def _forget_timer(self, slot, name):
-        timer = getattr(slot, name)
+    def _forget_timer(self, owner, name):
+        timer = getattr(owner, name)
         if timer is not None:
             timer.cancel()
-            setattr(slot, name, None)
+            setattr(owner, name, None)
+
+
+def hosts_of(calls):
+    """Return whose calls these are, for a message; "" where they are mcpx's own."""
+    return ", ".join(sorted({"host %s" % call.host.id for call in calls if call.host is not None}))
 
 
 def overlaps(instance, call):
