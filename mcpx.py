@@ -1543,6 +1543,30 @@ def line_of(text, keys):
     return text.count("\n", 0, position) + 1
 
 
+# Nobody writes that much by hand, and a device or a pipe would have no end.
+PERSON_FILE_BYTES = 4 << 20
+
+
+def read_person_file(path):
+    """Return the text of a file that a person wrote, without waiting for anybody.
+
+    Raises OSError or ValueError, also where it is no file or longer than PERSON_FILE_BYTES.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError("not a regular file")
+        data = b""
+        while len(data) <= PERSON_FILE_BYTES:
+            more = os.read(fd, PERSON_FILE_BYTES + 1 - len(data))
+            if not more:
+                return data.decode("utf-8-sig")
+            data += more
+    finally:
+        os.close(fd)
+    raise OSError("longer than %d bytes" % PERSON_FILE_BYTES)
+
+
 def load_config(path):
     """Read a configuration file.
 
@@ -1551,12 +1575,11 @@ def load_config(path):
     says what to write.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+        text = read_person_file(path)
     except FileNotFoundError:
         raise ConfigError(path, 'there is no configuration; write one such as {"mcpServers": {"time": '
                           '{"command": "uvx", "args": ["mcp-server-time"]}}}')
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(path, "cannot be read: %s" % error)
     return build_config(parse_config_text(text, path), path, text)
 
@@ -1691,9 +1714,8 @@ def expand_variables(text, env):
 def read_env_file(path):
     """Return the variables of a file of NAME=VALUE lines; quotes around a value are dropped."""
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_person_file(path).splitlines()
+    except (OSError, ValueError) as error:
         raise StartFailed("envFile %s cannot be read: %s" % (path, error))
     result = {}
     for line in lines:
@@ -1742,6 +1764,7 @@ class Definition:
     __slots__ = ("server", "argv", "env", "cwd", "digest", "shape", "secrets", "era")
 
     def __init__(self, config, server, identity, key, caller_env, secret, era="legacy"):
+        self.server = server
         protocol = config.get("protocol", server)
         # The era that an instance is spoken to in, if it is started for this caller.
         self.era = protocol if protocol in ("legacy", "modern") else era
@@ -1757,7 +1780,6 @@ class Definition:
         argv = [expand_variables(part, caller_env) for part in [server.command] + server.args]
         cwd = expand_variables(server.cwd, caller_env) if server.cwd else None
         inherited = {name: caller_env[name] for name in config.get("inheritEnv", server) if name in caller_env}
-        self.server = server
         self.shape = _digest(secret, [argv, cwd, sorted(own.items()), sorted(inherited.items())])
         self.argv = [fill_placeholders(part, values, server.name) for part in argv]
         self.argv[0] = self._command(self.argv[0])
@@ -14602,8 +14624,7 @@ def cmd_config(options):
         good = "%s is fine: %d servers" % (options.config_file, len(config.servers))
         return Output({"config": options.config_file, "errors": problems, "notes": notes},
                       text if problems else (text + "\n" + good).strip(), 2 if problems else 0)
-    with open(options.config_file, encoding="utf-8-sig") as file:
-        value = masked(parse_config_text(file.read(), options.config_file))
+    value = masked(parse_config_text(read_person_file(options.config_file), options.config_file))
     return Output(value, json.dumps(value, indent=2, ensure_ascii=False))
 
 

@@ -2367,6 +2367,32 @@ def test_config_shared_scopes_get_the_base_environment_and_private_ones_the_call
     assert shared.env == {"PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "EXTRA": "e", "OWN": "1"}
 
 
+@pytest.mark.parametrize("of_entry", [True, False], ids=["in the entry", "as a setting"])
+def test_config_an_env_file_gives_variables_and_what_the_entry_says_wins(tmp_path, of_entry):
+    path = tmp_path / "own.env"
+    path.write_text("\ufeff# comment\n\nexport TOKEN='a long one'\nLEVEL=file\n  SPACED = x y \nEMPTY=\nno equals sign\n=nameless\n",
+                    encoding="utf-8")
+    entry = {"command": "x", "env": {"LEVEL": "entry"}}
+    (entry if of_entry else entry.setdefault("mcpx", {}))["envFile"] = "${DIR}/own.env"
+    first = define(entry, {"DIR": str(tmp_path)})
+    assert {name: first.env.get(name) for name in ("TOKEN", "LEVEL", "SPACED", "EMPTY")} == {
+        "TOKEN": "a long one", "LEVEL": "entry", "SPACED": "x y", "EMPTY": ""}
+    assert not {"no equals sign", ""} & set(first.env) and "a long one" in first.secrets
+    path.write_text("TOKEN=other\n")
+    assert define(entry, {"DIR": str(tmp_path)}).digest != first.digest
+
+
+def test_files_of_a_person_are_read_without_waiting_and_within_bounds(tmp_path):
+    os.mkfifo(str(tmp_path / "pipe"))
+    (tmp_path / "long").write_text("A=%s" % ("x" * mcpx.PERSON_FILE_BYTES))
+    (tmp_path / "latin").write_bytes(b"A=\xe9")
+    for path in [str(tmp_path / name) for name in ("pipe", "long", "latin", "missing")] + ["/dev/zero", "/", "a\0b"]:
+        with pytest.raises(mcpx.StartFailed, match="cannot be read"):
+            define({"command": "x", "envFile": path})
+        with pytest.raises(mcpx.ConfigError, match="cannot be read|there is no"):
+            mcpx.load_config(path)
+
+
 def test_config_what_a_caller_names_is_safe_as_a_file_name():
     identity = mcpx.Identity("process", "../../etc/passwd", True, place=mcpx.Place("/work", None, None, "x"), call=1)
     definition = define({"command": "x", "args": ["/p/{session}", "{cwd}", "/k/{key}"]}, key="session:../x", identity=identity)

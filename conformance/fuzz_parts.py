@@ -240,7 +240,9 @@ def read_one(data):
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
-                left = connection.trailing_data[0] if connection.their_state is h11.DONE else b""
+                # A proposal to switch protocols is not taken, so the next request follows here, too.
+                goes_on = connection.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)
+                left = connection.trailing_data[0] if goes_on else b""
                 return (request.method.decode(), request.target.decode("latin-1"), body), left
             else:
                 return None, b""
