@@ -125,8 +125,8 @@ class _Later:
         return getattr(module, attribute)
 
 
-argparse, collections, fcntl, fnmatch, gc, glob, hashlib, heapq, hmac, json = map(
-    _Later, "argparse collections fcntl fnmatch gc glob hashlib heapq hmac json".split())
+argparse, codecs, collections, fcntl, fnmatch, gc, glob, hashlib, heapq, hmac, json = map(
+    _Later, "argparse codecs collections fcntl fnmatch gc glob hashlib heapq hmac json".split())
 re, resource, secrets, select, selectors, shutil, signal, socket, stat, struct, subprocess = map(
     _Later, "re resource secrets select selectors shutil signal socket stat struct subprocess".split())
 marshal, mmap, tempfile, threading, traceback, types = map(
@@ -175,6 +175,9 @@ READ_BYTES = 65536
 PIPE_BUF = 4096 if sys.platform.startswith("linux") else 512
 # A line that so many daemons have died with is not taken up by another.
 MAX_LOSSES = 3
+# From this size on a line is not read as one text: what is long in it is passed on as it came.
+LONG_LINE_BYTES = 256 << 10
+LONG_STRING_BYTES = 4096
 # How much of a line over the limit is kept, to find the id in it.
 OVERSIZE_HEAD_BYTES = 4096
 # A chain of pages that is longer than this is a server that repeats itself.
@@ -201,6 +204,8 @@ HOP_META = frozenset("io.modelcontextprotocol/" + name for name in (
     "protocolVersion", "clientInfo", "clientCapabilities", "logLevel", "subscriptionId",
     "serverInfo"))
 
+# Their results are content, which is passed on.
+CONTENT_METHODS = frozenset(("tools/call", "resources/read", "prompts/get"))
 LIST_METHODS = {"tools/list": "tools", "prompts/list": "prompts", "resources/list": "resources",
                 "resources/templates/list": "resourceTemplates"}
 # Which declared capability offers a list.
@@ -285,16 +290,20 @@ class LineBuffer:
 
     A line longer than `limit` bytes is not kept: an `Oversize` takes its place in the
     result once its end has been seen, so memory stays bounded and the next line works.
+    With `grows` a line that comes in many pieces is a bytearray: memory that is touched for
+    the first time costs several times what copying to it does, so it is not joined at the end.
     """
 
-    def __init__(self, limit):
-        self.limit = limit
+    ADDED = {"grows": False}
+
+    def __init__(self, limit, grows=False):
+        self.limit, self.grows = limit, grows
         self._parts = []
         self._size = 0
         self._oversize = None
 
     def feed(self, data):
-        """Return the lines (bytes without line end, or Oversize) that `data` completes."""
+        """Return the lines (bytes or bytearray without line end, or Oversize) that `data` completes."""
         end = data.find(b"\n")
         if end < 0:
             self._keep(data)
@@ -329,6 +338,10 @@ class LineBuffer:
             head = b"".join(part[:OVERSIZE_HEAD_BYTES] for part in self._parts[:8])
             self._oversize = Oversize(head[:OVERSIZE_HEAD_BYTES], self._size)
             self._parts = []
+        elif data and self.grows and self._size > LONG_LINE_BYTES:
+            if not self._parts or type(self._parts[0]) is not bytearray:
+                self._parts = [bytearray().join(self._parts)]
+            self._parts[0] += data
         elif data:
             self._parts.append(data)
 
@@ -395,13 +408,126 @@ def encode_json(value):
     """
     global _encode
     if _encode is None:
-        _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+        _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False,
+                                   default=_long_texts.place).encode
     try:
-        return _encode(value).encode("utf-8")
+        return _long_texts.fill(_encode(value).encode("utf-8"))
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+        _long_texts.met.clear()
+        return _long_texts.fill(json.dumps(value, separators=(",", ":"), allow_nan=False,
+                                           default=_long_texts.place).encode("ascii"))
     except (ValueError, RecursionError) as error:
         raise RpcError(INTERNAL_ERROR, "cannot pass this message on: %s" % error)
+    finally:
+        _long_texts.met.clear()
+
+
+class LongText:
+    """A long string of a message, left where it stands in the line that it came in.
+
+    It has no escapes, so between its quotes stand its very characters.
+    """
+
+    __slots__ = ("line", "start", "end")
+
+    def __init__(self, line, start, end):
+        self.line, self.start, self.end = line, start, end
+
+    def __str__(self):
+        return str(self.raw()[1:-1], "utf-8")
+
+    def raw(self):
+        """Return its bytes with the quotes, without a copy."""
+        return memoryview(self.line)[self.start:self.end]
+
+
+class _LongTexts:
+    """Those met in the message that is being encoded: their bytes are put in once the rest is text."""
+
+    def __init__(self):
+        self.met, self._place = [], None
+
+    def place(self, value):
+        """Return what the encoder writes in place of a LongText: a string that nobody else can know."""
+        if not isinstance(value, LongText):
+            raise TypeError("a %s is no JSON" % type(value).__name__)
+        self._place = self._place or os.urandom(16).hex()
+        self.met.append(value)
+        return self._place
+
+    def fill(self, data):
+        """Return encoded JSON with the long texts in their places."""
+        if not self.met:
+            return data
+        first, *others = data.split(b'"%s"' % self._place.encode())
+        return b"".join([first] + [piece for pair in zip((text.raw() for text in self.met), others) for piece in pair])
+
+
+_long_texts = _LongTexts()
+# What no string of JSON has in it unescaped, except the line feed, which no line has in it at all.
+_CONTROLS = [number for number in range(32) if number != 10]
+# So much is looked through at a time: it stays in the processor's cache.
+LOOK_BYTES = 32 << 10
+
+
+def _is_plain(line, start, end):
+    """Is there nothing but characters that mean themselves? A backslash or an error is not."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    view = memoryview(line)
+    for place in range(start, end, LOOK_BYTES):
+        piece = bytes(view[place:min(place + LOOK_BYTES, end)])
+        if b"\\" in piece or any(map(piece.__contains__, _CONTROLS)):
+            return False
+        decode(piece)
+    decode(b"", True)
+    return True
+
+
+def outline(line, begin):
+    """Return (text, decoder) of a long line of JSON: its text without the long strings that come
+    after `begin`, and a decoder of this text that gives a LongText for each. Raises ValueError where
+    the line is not JSON, or not mostly made of long strings without escapes.
+
+    In the text each long string is the constant NaN, which JSON does not have; a real one is told
+    by there being more of them than were put in.
+    """
+    texts, pieces, done, at = [], [], 0, begin
+    for _ in range(len(line) // LONG_STRING_BYTES):
+        start = line.find(b'"', at)
+        if start < 0:
+            break
+        at = _end_of_string(line, start)
+        if at - start > LONG_STRING_BYTES:
+            if not _is_plain(line, start + 1, at - 1):
+                raise ValueError("a long string has escapes")
+            texts.append(LongText(line, start, at))
+            pieces += line[done:start], b"NaN"
+            done = at
+    else:
+        raise ValueError("too many strings")
+    pieces.append(line[done:])
+    following = iter(texts)
+
+    def take(constant):
+        text = next(following, None)
+        if constant != "NaN" or text is None:
+            raise ValueError("%s is not JSON" % constant)
+        return text
+    return b"".join(pieces).decode("utf-8"), json.JSONDecoder(parse_float=_finite, parse_constant=take)
+
+
+def _end_of_string(line, start):
+    """Return the place after the quote that ends the string which begins at `start`."""
+    end = start
+    while True:
+        end = line.find(b'"', end + 1)
+        if end < 0:
+            raise ValueError("a string does not end")
+        stop = end
+        while line[stop - 1] == 0x5C:
+            stop -= 1
+        if not (end - stop) % 2:
+            return end + 1
 
 
 def is_valid_id(value):
@@ -471,6 +597,36 @@ def encode_id(value):
     return b"%d" % value if type(value) is int else encode_json(value)
 
 
+def part_of(data, start, stop=None):
+    """Return data[start:stop]: a copy where it is small, else a view."""
+    size = (len(data) if stop is None else stop) - start
+    return data[start:stop] if size < READ_BYTES else memoryview(data)[start:stop]
+
+
+class Pieces:
+    """A message in pieces that are written one after another: what is long in it is not copied. `bytes` joins it."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def __len__(self):
+        return sum(map(len, self.pieces))
+
+    def __bytes__(self):
+        return b"".join(self.pieces)
+
+    def joined_if_small(self):
+        """Return it as bytes where that costs less."""
+        return bytes(self) if len(self) < READ_BYTES else self
+
+
+def pieces_of(data):
+    """Return what is written for bytes or Pieces."""
+    return data.pieces if isinstance(data, Pieces) else (data,)
+
+
 class Located:
     """A line, and where in it the id stands for certain."""
 
@@ -483,12 +639,13 @@ class Located:
 _ANSWER_PLACES = None
 
 
-def parse_answer(line):
+def parse_answer(line, outlined=False):
     """Return (message, Located) of an answer with a result as servers usually write it, else None.
 
     The result is parsed where it stands, and nothing but the usual members may be around it:
     so a second "id", which would be the one that counts, cannot hide anywhere, and a large
-    answer need not be searched for it.
+    answer need not be searched for it. If `outlined`, long strings of the result are LongTexts,
+    and None is also returned where they cannot be.
     """
     global _ANSWER_PLACES
     if _ANSWER_PLACES is None:
@@ -502,8 +659,8 @@ def parse_answer(line):
     if begin is None or b"\r" in line or b"\n" in line:
         return None
     try:
-        text = line.decode("utf-8")
-        result, end = json_decoder().raw_decode(text, begin.end())
+        text, decoder = outline(line, begin.end()) if outlined else (line.decode("utf-8"), json_decoder())
+        result, end = decoder.raw_decode(text, begin.end())
     except (ValueError, RecursionError):
         return None                      # who reads it the long way says what is wrong
     if head is not None:
@@ -535,7 +692,8 @@ def with_id(line, message, new_id):
     """
     global _ID_PLACES
     if isinstance(line, Located):
-        return b"".join((line.line[:line.start], encode_id(new_id), line.line[line.end:]))
+        before, after = part_of(line.line, 0, line.start), part_of(line.line, line.end)
+        return Pieces(before, encode_id(new_id), after).joined_if_small()
     # A line break inside (white space to JSON) would be two lines to whoever reads them.
     if b"\n" not in line and b"\r" not in line and line.count(b'"id"') == 1 and not (
             b"\\" in line and b"\\u006" in line):
@@ -2462,11 +2620,6 @@ def enlarge_pipe(fd):
             return                       # no pipe, or more than this user may have
 
 
-def rest_of(data, start):
-    """Return what comes after `start`: a copy where it is small, else a view."""
-    return data[start:] if len(data) - start < READ_BYTES else memoryview(data)[start:]
-
-
 # A peer that does not take the rest of an answer for this long does not want it.
 CLOSE_WAIT_S = 30.0
 
@@ -2484,10 +2637,10 @@ class Stream:
     DESCRIPTORS = ("read_fd", "write_fd")
     ADDED = {"_close_timer": None}
 
-    def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close, on_rest=None):
+    def __init__(self, loop, read_fd, write_fd, limit, on_lines, on_close, on_rest=None, grows=False):
         self.loop, self.read_fd, self.write_fd = loop, read_fd, write_fd
         self.on_lines, self.on_close, self.on_rest = on_lines, on_close, on_rest
-        self.lines = LineBuffer(limit)
+        self.lines = LineBuffer(limit, grows)
         self.queued_total = self.written_total = 0    # bytes since the beginning
         self.unread_from = None          # once the reader has gone: the offset from which it read nothing
         self.on_data = None              # takes the bytes as they come, instead of lines
@@ -2531,6 +2684,15 @@ class Stream:
         if not self._dirty:
             self._dirty = True
             self.loop.mark_dirty(self)
+
+    def write_message(self, *parts):
+        """Queue what consists of these bytes and Pieces, in few pieces, and without a copy of what is large."""
+        if max(map(len, parts)) < READ_BYTES:
+            self.write(b"".join(parts))
+        else:
+            for part in parts:
+                for piece in pieces_of(part):
+                    self.write(piece)
 
     def flush(self):
         """Write what the descriptor takes now; wait for it to take more."""
@@ -2577,7 +2739,7 @@ class Stream:
         while queue and count >= len(queue[0]):
             count -= len(queue.popleft())
         if count:
-            queue[0] = rest_of(queue[0], count)
+            queue[0] = part_of(queue[0], count)
             if self.write_fd != self.read_fd:
                 enlarge_pipe(self.write_fd)
         return not count
@@ -3223,6 +3385,11 @@ class Upstream:
         self.on_lines([data])
 
     def _on_line(self, line):
+        if len(line) > LONG_LINE_BYTES:
+            outlined = parse_answer(line, outlined=True)
+            if outlined is not None and self._passes_on(outlined[0]):
+                self._on_answer(*outlined)
+                return
         usual = parse_answer(line)
         if usual is not None:
             self._on_answer(*usual)
@@ -3257,6 +3424,13 @@ class Upstream:
             self._on_acknowledged(message.get("params") or {})
         else:
             self.owner.on_notification(message)
+
+    def _passes_on(self, message):
+        """Is this a result that nobody here has to read the long strings of?"""
+        call, result = self.in_flight.get(message["id"]), message["result"]
+        return (call is not None and call.host is not None and call.method in CONTENT_METHODS and
+                isinstance(result, dict) and result.get("resultType", "complete") == "complete" and
+                "task" not in result)
 
     def _on_answer(self, message, line):
         wire_id, error = message["id"], message.get("error")
@@ -3430,7 +3604,7 @@ class Child:
         self.start = process_start(self.pid)
         self.family = {self.pid: self.start}
         self.loop.on_exit(self.pid, self._exited)
-        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest)
+        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest, grows=True)
         self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None,
                              lambda rest: self._on_stderr([rest]))
 
@@ -3441,7 +3615,7 @@ class Child:
         self.program = record["ready"].get("program")
         self.family = {self.pid: self.start}
         self.family.update((pid, start) for pid, start in record.get("family") or ())
-        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest)
+        self.stdout = Stream(self.loop, stdout_read, stdin_write, limit, on_lines, on_stdout_end, on_rest, grows=True)
         self.stderr = Stream(self.loop, stderr_read, None, 65536, self._on_stderr, None,
                              lambda rest: self._on_stderr([rest]))
         try:
@@ -7372,7 +7546,7 @@ class Host:
 
     def _send_line(self, seq, data):
         if isinstance(seq, Batch):
-            seq.answers.append(data)
+            seq.answers.append(bytes(data))
             self._batch_step(seq)
         elif not self.closed:
             self.link.answer(seq, data)
@@ -9853,7 +10027,7 @@ class HttpExchange:
         lines += ["%s: %s" % pair for pair in tuple(headers) + tuple(self.extra_headers)]
         if not self.keep:
             lines.append("Connection: close")
-        self._write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace") + body)
+        self._write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace"), body)
         self._end()
 
     def respond_json(self, status, value, headers=()):
@@ -9882,7 +10056,7 @@ class HttpExchange:
         """Write one event with a JSON message."""
         self.begin_stream()
         prefix = b"event: message\n" if event_id is None else b"event: message\nid: %s\n" % event_id.encode()
-        self._chunk(prefix + b"data: " + data + b"\n\n")
+        self._chunk(prefix + b"data: ", data, b"\n\n")
 
     def raw_event(self, text):
         """Write an event as it is."""
@@ -9895,18 +10069,18 @@ class HttpExchange:
             self._write(b"0\r\n\r\n")
             self._end()
 
-    def _chunk(self, data):
+    def _chunk(self, *parts):
         if not self.over:
-            self._write(b"%x\r\n" % len(data) + data + b"\r\n")
+            self._write(b"%x\r\n" % sum(map(len, parts)), *parts, b"\r\n")
 
-    def _write(self, data):
+    def _write(self, *parts):
         stream = self.connection.stream
         limit = self.front.core.config.get("limits.hostQueueBytes")
         if stream.queued_bytes > limit:
             stream.close("does not read")
             return
         self.written_at = time.monotonic()
-        stream.write(data)
+        stream.write_message(*parts)
 
     def _end(self):
         self.over = True
@@ -10845,7 +11019,7 @@ class ApiLink:
 
     def answer(self, _seq, data):
         """The JSON-RPC answer becomes the API's."""
-        message = parse_json(data)
+        message = parse_json(bytes(data))
         if "error" in message:
             self.exchange.respond_json(400 if message["error"].get("code") == INVALID_PARAMS else 502,
                                        {"error": message["error"]})
@@ -11235,11 +11409,7 @@ class ShimLink:
                                   self.host.id if self.host else "?", self.stream.queued_bytes)
             self.stream.close("does not read")
             return
-        if len(data) < READ_BYTES:
-            self.stream.write(tag + data + b"\n")
-        else:
-            for piece in (tag, data, b"\n"):
-                self.stream.write(piece)
+        self.stream.write_message(tag, data, b"\n")
 
 
 class StdioLink:
@@ -11281,7 +11451,7 @@ class StdioLink:
 
     def answer(self, _seq, data):
         """Send an answer to the host."""
-        self.writer.put(data + b"\n")
+        self.writer.put(bytes(data) + b"\n")
 
     def refuse(self, _seq, data, _code):
         """Answer a line that is no request."""
@@ -13066,7 +13236,7 @@ class HostWriter:
                 whole += 1
             del self.pending[:whole]
             if written:
-                self.pending[0] = rest_of(self.pending[0], written)
+                self.pending[0] = part_of(self.pending[0], written)
                 enlarge_pipe(self.fd)
             if not (written or whole):
                 return False
@@ -13367,7 +13537,7 @@ class Shim:
 
     def _read_daemon(self):
         try:
-            data = self.socket.recv(READ_BYTES * 4)
+            data = self.socket.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError:

@@ -1287,23 +1287,27 @@ def test_the_readme_has_the_settings_as_they_are():
 FRAMES = [b'{"a":1}', "{\"text\":\"né 漢字 🎉\"}".encode(), b"", b"x" * 5000, b'["\xff"]', b"\r", b"last"]
 
 
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 4096, 10 ** 6])
-def test_wire_lines_are_the_same_however_the_stream_is_cut(size):
+def test_wire_lines_are_the_same_however_the_stream_is_cut(size, grows, monkeypatch):
+    monkeypatch.setattr(mcpx, "LONG_LINE_BYTES", 100)
     stream = b"".join(frame + b"\n" for frame in FRAMES) + b"tail"
-    buffer, lines = mcpx.LineBuffer(10 ** 6), []
+    buffer, lines = mcpx.LineBuffer(10 ** 6, grows), []
     for start in range(0, len(stream), size):
         lines += buffer.feed(stream[start:start + size])
     assert lines == FRAMES
     assert buffer.rest() == b"tail" and buffer.rest() == b""
 
 
+@pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("size", [1, 10, 99, 10 ** 6])
-def test_wire_a_line_over_the_limit_is_replaced_and_the_next_one_works(size):
+def test_wire_a_line_over_the_limit_is_replaced_and_the_next_one_works(size, grows, monkeypatch):
+    monkeypatch.setattr(mcpx, "LONG_LINE_BYTES", 50)
     stream = b'{"id":7,' + b"x" * 200 + b"\n" + b"good\n" + b"y" * 101 + b"\n" + b"z" * 100 + b"\n"
-    buffer, lines = mcpx.LineBuffer(100), []
+    buffer, lines = mcpx.LineBuffer(100, grows), []
     for start in range(0, len(stream), size):
         lines += buffer.feed(stream[start:start + size])
-    assert [type(line).__name__ for line in lines] == ["Oversize", "bytes", "Oversize", "bytes"]
+    assert [isinstance(line, mcpx.Oversize) for line in lines] == [True, False, True, False]
     assert lines[0].head.startswith(b'{"id":7,') and lines[0].size == 208
     assert lines[1] == b"good" and lines[3] == b"z" * 100
 
@@ -1512,6 +1516,31 @@ def test_a_result_of_any_size_arrives_whole(calm, size):
     assert len(host.call("big", bytes=size)) == size
 
 
+@pytest.mark.parametrize("escapes", [False, True], ids=["plain", "with escapes"])
+@pytest.mark.parametrize("revision", mcpx.REVISIONS)
+def test_large_content_of_all_kinds_is_what_small_content_would_be(lab, revision, escapes):
+    """To a host of each revision, for which some of it has to be spelled in another way."""
+    lab.configure({"large": fake(lab, "large", """
+        def call(name, arguments, host_id):
+            with open(os.path.join(os.path.dirname(NOTES), "large.json"), "rb") as file:
+                write(b'{"jsonrpc":"2.0","id":%d,"result":%s}\\n' % (host_id, file.read()))
+        """)})
+    sent = {"content": [{"type": "text", "text": "aé漢" * (1 << 17)}, {"type": "text", "text": 'short and "quoted"'},
+                        {"type": "image", "mimeType": "image/png", "data": "aGk+" * (1 << 18)},
+                        {"type": "audio", "mimeType": "audio/wav", "data": "YXVk" * (1 << 18)},
+                        {"type": "resource_link", "uri": "file:///a", "name": "a", "description": "d" * 9000}],
+            "structuredContent": {"text": "s" * (1 << 20), "number": 1.5}, "isError": False, "x-own": [1.5, "o" * 9000]}
+    with open(lab.path("large.json"), "w", encoding="utf-8") as file:
+        json.dump(sent, file, ensure_ascii=escapes)
+    if revision == mcpx.MODERN:
+        got = lab.start("large").ask("tools/call", {"name": "echo", "arguments": {}, "_meta": MODERN_META})
+        expected = dict(sent, resultType="complete", _meta=got["_meta"])
+    else:
+        host = lab.host("large", revision=revision)
+        got, expected = host.result(host.begin("echo")), mcpx.spell_result("tools/call", sent, revision)
+    assert got == expected
+
+
 @pytest.mark.parametrize("size", [4_096, 65_536, 1 << 20, 8 << 20])
 def test_an_argument_of_any_size_arrives_whole(calm, size):
     host = calm.host("demo")
@@ -1663,6 +1692,69 @@ def random_json(rng, depth=0):
     return (rng.randrange(-9, 10 ** 12), text, rng.choice([True, None, 1.5]), text, {},
             [random_json(rng, depth + 1) for _ in range(3)] if depth < 3 else 0,
             {text + str(n): random_json(rng, depth + 1) for n in range(3)} if depth < 3 else 0)[kind]
+
+
+LONG = "long \u00e9 " * 4
+OUTLINES = [
+    # Where a real one stands, a NaN that is put in is none too many.
+    '{"jsonrpc":"2.0","id":7,"result":[NaN,"%s"]}', '{"jsonrpc":"2.0","id":7,"result":["%s",NaN]}',
+    '{"jsonrpc":"2.0","id":7,"result":[Infinity,"%s"]}', '{"jsonrpc":"2.0","id":7,"result":["%s",-Infinity]}',
+    '{"jsonrpc":"2.0","id":7,"result":[-"%s"]}', '{"jsonrpc":"2.0","id":7,"result":[1"%s"]}',
+    '{"jsonrpc":"2.0","id":7,"result":["%s""%s"]}', '{"jsonrpc":"2.0","id":7,"result":["%s"N]}',
+    '{"jsonrpc":"2.0","id":7,"result":["%s",1e999]}', '{"jsonrpc":"2.0","id":7,"result":{"%s":1}}',
+    # What is in the string has to be looked at after all.
+    '{"jsonrpc":"2.0","id":7,"result":["%s\\n"]}', '{"jsonrpc":"2.0","id":7,"result":["\\"%s"]}',
+    '{"jsonrpc":"2.0","id":7,"result":["%s\\x"]}', '{"jsonrpc":"2.0","id":7,"result":["%s\t"]}',
+    '{"jsonrpc":"2.0","id":7,"result":["\x1f%s"]}', '{"jsonrpc":"2.0","id":7,"result":["%s\udcff"]}',
+    '{"jsonrpc":"2.0","id":7,"result":["%s\udcc3"]}', '{"jsonrpc":"2.0","id":7,"result":["\udced\udca0\udc80%s"]}',
+    # There is no end, or none of what is usual.
+    '{"jsonrpc":"2.0","id":7,"result":["%s]}', '{"jsonrpc":"2.0","id":7,"result":["%s\\"]}',
+    '{"jsonrpc":"2.0","id":7,"result":["%s"]', '{"jsonrpc":"2.0","id":7,"result":["%s"],"id":8}',
+    '{"result":["%s"],"jsonrpc":"2.0","id":7,"id":8}', '{"result":["%s"],"id":8,"jsonrpc":"2.0","id":7}',
+]
+
+
+@pytest.mark.parametrize("text", OUTLINES + ADVERSARIAL)
+def test_wire_what_has_long_strings_and_is_unusual_is_left_to_the_parser(text, monkeypatch):
+    monkeypatch.setattr(mcpx, "LONG_STRING_BYTES", 10)
+    line = text.replace("%s", LONG).encode("utf-8", "surrogateescape")
+    assert mcpx.parse_answer(line, outlined=True) is None
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])
+def test_wire_a_long_string_is_looked_through_to_its_last_byte(cut, monkeypatch):
+    """Also where a character is cut by the pieces in which it is looked through, and where it is not whole at the end."""
+    monkeypatch.setattr(mcpx, "LOOK_BYTES", cut)
+    text = "aé漢😀" * 3
+    assert mcpx._is_plain(text.encode(), 0, len(text.encode()))
+    for bad in (text.encode()[:-1], text.encode() + b"\0", b"\\" + text.encode()):
+        with contextlib.suppress(UnicodeDecodeError):
+            assert not mcpx._is_plain(bad, 0, len(bad))
+
+
+def test_wire_what_was_left_in_its_line_is_written_as_it_came(monkeypatch):
+    """Into any text around it: whoever reads that sees what the parser would have made of the whole."""
+    monkeypatch.setattr(mcpx, "LONG_STRING_BYTES", 10)
+    rng, outlines = random.Random(6), 0
+    for _ in range(5000):
+        result, wire_id = [random_json(rng), LONG * rng.randrange(3), random_json(rng), {"x": LONG}], rng.randrange(10 ** 9)
+        message = ({"jsonrpc": "2.0", "id": wire_id, "result": result} if rng.random() < 0.5 else
+                   {"result": result, "jsonrpc": "2.0", "id": wire_id})
+        line = bytearray(json.dumps(message, ensure_ascii=False).encode())
+        outlined = mcpx.parse_answer(line, outlined=True)
+        if outlined is None:
+            continue
+        found, place = outlined
+        outlines += 1
+        assert isinstance(found["result"][3]["x"], mcpx.LongText) and str(found["result"][3]["x"]) == LONG
+        assert mcpx.parse_json(bytes(mcpx.with_id(place, found, "é"))) == dict(message, id="é")
+        assert mcpx.parse_json(mcpx.encode_json(found)) == message
+        surrogate = mcpx.encode_json([found, "\ud800"])
+        assert json.loads(surrogate) == [message, "\ud800"]
+        with pytest.raises(TypeError):
+            mcpx.encode_json([found, object()])
+        assert mcpx.encode_json({"a": 1}) == b'{"a":1}'
+    assert outlines > 1000
 
 
 def test_wire_the_forms_are_read_and_answered_as_the_parser_would():

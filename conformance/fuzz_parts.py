@@ -58,7 +58,7 @@ def check_lines(rng, data):
     """Every way to cut a stream gives the same lines; over-long ones are told by size and by their beginning."""
     *whole, rest = data.split(b"\n")
     expected = [line if len(line) <= LINE_LIMIT else (line[: mcpx.OVERSIZE_HEAD_BYTES], len(line)) for line in whole]
-    buffer, found = mcpx.LineBuffer(LINE_LIMIT), []
+    buffer, found = mcpx.LineBuffer(LINE_LIMIT, grows=rng.random() < 0.5), []
     for piece in [data] if rng.random() < 0.3 else pieces_of(rng, data):
         found += [plainly(line) for line in buffer.feed(piece)]
         held = sum(len(part) for part in buffer._parts)
@@ -86,18 +86,31 @@ JSON_SEEDS = [
     b'{"jsonrpc":"2.0","id":null,"error":{"code":-32700,"message":"x"}}',
     b'[{"jsonrpc":"2.0","id":1,"method":"ping"}]',
     b'{"jsonrpc":"2.0","id":1e3,"method":"ping"}',
+    b'{"jsonrpc":"2.0","id":7,"result":{"content":[{"type":"text","text":"long as \xc3\xa9 be"}],"isError":false}}',
+    b'{"result":[["a string that is long","short",-1.5e3],{"k":"another one of them"}], "jsonrpc": "2.0", "id": 12}',
 ]
+
+# So short a line or string is a long one here.
+mcpx.LONG_LINE_BYTES = 30
+mcpx.LONG_STRING_BYTES = 10
+mcpx.LOOK_BYTES = 3
 
 
 def check_json(rng, data):
     """What is read can be written again, an id is replaced and nothing else, and only peers' errors are raised."""
     line = data.replace(b"\n", b" ").strip()
     mcpx.guess_id(line[:4096])
+    short_ways = [mcpx.parse_answer(bytearray(line), outlined) for outlined in (False, True)]
     try:
         message = mcpx.parse_json(line)
     except mcpx.RpcError as error:
         promise(error.code == mcpx.PARSE_ERROR, "code %s", error.code)
+        promise(short_ways == [None, None], "what cannot be read was read: %r", short_ways)
         return
+    for found, place in filter(None, short_ways):
+        promise(mcpx.parse_json(mcpx.encode_json(found)) == message, "read as %r", found)
+        changed = bytes(mcpx.with_id(place, found, "new"))
+        promise(mcpx.parse_json(changed) == dict(message, id="new"), "with_id made %r", changed[:300])
     text = mcpx.encode_json(message)  # what came in must be able to leave
     promise(b"\n" not in text and b"\r" not in text, "a written message has a line end")
     promise(mcpx.parse_json(text) == message, "what was written reads differently")
