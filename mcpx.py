@@ -9811,6 +9811,13 @@ def parse_any_head(head):
     return parser.command, parser.path, parser.request_version, Headers(headers.items())
 
 
+# A chunk's size and extensions, and all trailers of a body: nobody has use for longer ones.
+CHUNK_LINE_BYTES = 1024
+TRAILER_BYTES = 64 << 10
+# RFC 9110, 6.5.1: what frames or routes a message is no trailer.
+NO_TRAILERS = (b"transfer-encoding", b"content-length", b"host")
+
+
 class HttpConnection:
     """One connection: requests in order, one at a time; bounded in head, body and time."""
 
@@ -9916,9 +9923,10 @@ class HttpConnection:
 
     def _take_chunk(self, limit):
         end = self.buffer.find(b"\r\n")
+        # However it comes: the same whether its end is here yet or not.
+        if (end if end >= 0 else len(self.buffer) - 1) > CHUNK_LINE_BYTES:
+            raise HttpError(400, "a chunk's size line is too long")
         if end < 0:
-            if len(self.buffer) > 1024:
-                raise HttpError(400, "a chunk's size line is too long")
             return False
         line = bytes(self.buffer[:end])
         if b"\r" in line or b"\n" in line:
@@ -9933,14 +9941,16 @@ class HttpConnection:
                 del self.buffer[:end + 4]
             else:
                 trailers = self.buffer.find(b"\r\n\r\n", end)
+                if (trailers if trailers >= 0 else len(self.buffer) - 3) > TRAILER_BYTES:
+                    raise HttpError(431, "the trailers are too long")
                 if trailers < 0:
-                    if len(self.buffer) > 65536:
-                        raise HttpError(431, "the trailers are too long")
                     return False
                 lines = bytes(self.buffer[end + 2:trailers]).split(b"\r\n")
                 if any(b"\r" in line or b"\n" in line for line in lines):
                     raise HttpError(400, "the trailers have a bare CR or LF")
                 check_header_lines(lines)
+                if any(line.partition(b":")[0].lower() in NO_TRAILERS for line in lines):
+                    raise HttpError(400, "a trailer that belongs into the head")
                 del self.buffer[:trailers + 4]
             self._complete()
             return True

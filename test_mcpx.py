@@ -4971,7 +4971,14 @@ PING = json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": 
                                                                                  "capabilities": {}}}).encode()
 
 
+CHUNKED = (b"POST /mcp/shared HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\n"
+           b"%x%%s\r\n%s\r\n0\r\n%%s\r\n") % (len(PING), PING.replace(b"%", b"%%"))
+
+
 @pytest.mark.parametrize("data, status", [
+    (CHUNKED % (b";a=b", b"T: 1\r\n"), 200), (CHUNKED % (b";" + b"a" * 1100, b""), 400),
+    (CHUNKED % (b"", b"transfer-encoding: chunked\r\n"), 400), (CHUNKED % (b"", b"A: b\r\nHost: x\r\n"), 400),
+    (CHUNKED % (b"", b"A: " + b"b" * 70000 + b"\r\n"), 431), (CHUNKED % (b"", b"A : b\r\n"), 400),
     (HELLO % (b"", len(PING), PING), 200), (HELLO % (b"A: b\r\n c\r\n", len(PING), PING), 400),
     (HELLO % (b"A : b\r\n", len(PING), PING), 400), (HELLO % (b"nonsense\r\n", len(PING), PING), 400),
     (HELLO % (b"A: b\rC: d\r\n", len(PING), PING), 400), (HELLO % (b"A: \0\r\n", len(PING), PING), 400),

@@ -202,6 +202,9 @@ class Pipe:
     def __init__(self):
         self.written, self.closed = b"", False
 
+    def write_message(self, *parts):
+        self.written += b"".join(map(bytes, parts))
+
     def write(self, data):
         self.written += data
 
