@@ -10498,6 +10498,9 @@ class HttpFront:
             session = self._session(session_id, exchange, names)
         session.used_at = time.monotonic()
         exchange.on_gone = lambda: None  # a dropped connection is no cancel
+        if is_initialize:
+            # Nobody has been told of this session, and so nobody would ever end it.
+            exchange.on_gone = lambda: exchange.streaming or self.end_session(session, "its client left before it began")
         exchange.commit = lambda: session.stream_of(exchange)
         session.pending.add(exchange)
         if not accepted(exchange.headers.get("Accept"))[0]:

@@ -4936,6 +4936,17 @@ def test_a_session_ends_with_its_delete_and_is_404_from_then_on(web):
     assert WebSession(web, "demo", headers={"Mcp-Session-Id": "stale"}).tool("echo", text="x") == "x"
 
 
+def test_a_session_whose_client_leaves_before_it_has_begun_is_not_kept(lab):
+    """Nobody has been told its name, so nobody would ever end it."""
+    web = Web(lab, demo=demo(scope="session"), slow=lab.role("upstream", "slow", "--gate", lab.gate("open"), scope="global"))
+    with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
+        connection.sendall((HELLO % (b"", len(PING), PING)).replace(b"/mcp/shared", b"/mcp/slow"))
+        lab.wait_for("the session", lambda: lab.status()["tables"]["sessions"] == 1)
+    lab.wait_for("its end", lambda: lab.status()["tables"]["sessions"] == 0)
+    lab.open_gate("open")
+    assert WebSession(web, "slow").tool("echo", text="x") == "x"
+
+
 def test_a_session_goes_on_after_an_orderly_restart_and_is_404_after_a_crash(lab):
     web = Web(lab, demo=demo(scope="session"))
     session = WebSession(web, "demo")

@@ -289,6 +289,7 @@ class HttpHost(Host):
     async def start(self, _place):
         self.pid = None
         self.session_id = None
+        self.sessions = set()  # all that it has heard of, to end them
         self.tasks = set()
         if not self.modern:
             await self._initialize()
@@ -364,6 +365,8 @@ class HttpHost(Host):
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(head[0].split()[1])
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        if headers.get("mcp-session-id"):
+            self.sessions.add(headers["mcp-session-id"])
         if headers.get("transfer-encoding") != "chunked":
             body = await reader.readexactly(int(headers.get("content-length", 0)))
             return status, headers, [json.loads(body)] if body else []
@@ -426,7 +429,7 @@ class HttpHost(Host):
         self.dead = True
         for task in list(self.tasks):
             task.cancel()
-        if self.session_id:
+        for session_id in self.sessions:
             try:
                 _reader, writer = await asyncio.open_connection("127.0.0.1", self.driver.port)
             except OSError:
@@ -434,7 +437,7 @@ class HttpHost(Host):
             writer.write(
                 (
                     "DELETE /mcp/%s HTTP/1.1\r\nHost: localhost\r\nMcp-Session-Id: %s\r\nConnection: close\r\n\r\n"
-                    % (",".join(self.servers), self.session_id)
+                    % (",".join(self.servers), session_id)
                 ).encode()
             )
             await asyncio.wait_for(_reader.read(), 10)
