@@ -11892,8 +11892,7 @@ class Daemon:
         """Return the entry of a server in use. Raises RpcError that says why there is none."""
         server = self.config.servers.get(name) if isinstance(name, str) else None
         if server is None or server.disabled:
-            raise RpcError(INVALID_PARAMS, "server %s is not configured (any more); configured are: %s"
-                           % (name, ", ".join(sorted(self.config.servers)) or "none"))
+            raise RpcError(INVALID_PARAMS, unknown_servers_text([str(name)], self.config))
         if server.broken:
             raise StartFailed("server %s: %s" % (name, server.broken))
         return server
@@ -12815,8 +12814,11 @@ LEAVE_WAIT_S = 2.0
 def unknown_servers_text(unknown, config):
     """Return what to say when `serve` names servers that are not configured."""
     names = sorted(name for name, server in config.servers.items() if not server.disabled)
-    problem = "there is no server %s in %s" % (", ".join(unknown), config.path) if unknown else "name a server"
-    return "%s; configured are: %s" % (problem, ", ".join(names) or "none")
+    disabled = [name for name in unknown if name in config.servers]
+    missing = [name for name in unknown if name not in config.servers]
+    problems = ["server %s is disabled in %s" % (", ".join(disabled), config.path)] if disabled else []
+    problems += ["there is no server %s in %s" % (", ".join(missing), config.path)] if missing else []
+    return "%s; configured are: %s" % (" and ".join(problems) or "name a server", ", ".join(names) or "none")
 
 
 def warm_problem(config, server):
@@ -14600,8 +14602,9 @@ def cmd_call(options):
     config = load_config(options.config_file)
     names = [name for name in config.servers if options.tool.startswith(name + ".")]
     if not names:
-        raise UsageError("%s names no configured server: write SERVER.TOOL; configured are: %s"
-                         % (options.tool, ", ".join(sorted(config.servers)) or "none"))
+        name, dot, _ = options.tool.partition(".")
+        raise UsageError("write SERVER.TOOL, not %s: %s"
+                         % (options.tool, unknown_servers_text([name] if dot else [], config)))
     server = max(names, key=len)
     tool = options.tool[len(server) + 1:]
     client = running_daemon(options, start=True)

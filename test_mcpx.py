@@ -3940,6 +3940,17 @@ def test_surface_a_damaged_cache_file_is_ignored(tmp_path, loop, damage):
     assert not store.get(definition, {"roots": {}}).known, "other capabilities are another schema"
 
 
+def test_a_disabled_or_unknown_server_is_said_to_be_that_at_every_door(lab):
+    web = Web(lab, demo=demo(scope="session"), off=dict(demo(), disabled=True), out=dict(demo(), enabled=False))
+    for name, reason in (("off", "is disabled"), ("out", "is disabled"), ("nobody", "there is no server")):
+        told = [lab.run(*words, input=PING.decode() + "\n").stderr for words in (
+            ("call", name + ".echo"), ("ls", name), ("why", name), ("serve", name))]
+        told.append(web.send("POST", "/mcp/" + name, {})[2].decode())
+        for text in told:
+            assert reason in text and name in text and "configured are: demo" in text.replace("\\", ""), (name, told)
+    assert lab.command("ls", "demo")
+
+
 def test_a_known_server_is_listed_at_once_and_started_by_the_first_call(lab):
     """The second host meets a server that would need for ever to start, and then one that is gone."""
     lab.configure({"slow": lab.role("upstream", "slow", "--gate", lab.gate("open"), scope="global"),
