@@ -466,6 +466,7 @@ class _LongTexts:
 _long_texts = _LongTexts()
 # What no string of JSON has in it unescaped, except the line feed, which no line has in it at all.
 _CONTROLS = [number for number in range(32) if number != 10]
+BACKSLASH = 0x5C
 # So much is looked through at a time: it stays in the processor's cache.
 LOOK_BYTES = 32 << 10
 
@@ -491,18 +492,27 @@ def outline(line, begin):
     In the text each long string is the constant NaN, which JSON does not have; a real one is told
     by there being more of them than were put in.
     """
-    texts, pieces, done, at = [], [], 0, begin
-    for _ in range(len(line) // LONG_STRING_BYTES):
-        start = line.find(b'"', at)
-        if start < 0:
+    texts, pieces, done, at, start = [], [], 0, begin, None
+    for _ in range(2 * len(line) // LONG_STRING_BYTES):
+        quote = line.find(b'"', at)
+        if quote < 0:
             break
-        at = _end_of_string(line, start)
-        if at - start > LONG_STRING_BYTES:
-            if not _is_plain(line, start + 1, at - 1):
+        at = quote + 1
+        if start is None:
+            start = quote
+            continue
+        is_long = at - start > LONG_STRING_BYTES
+        if line[quote - 1] == BACKSLASH and not is_long:
+            inside = line[start + 1:quote]
+            if (len(inside) - len(inside.rstrip(b"\\"))) % 2:
+                continue                 # it is one of the string's characters
+        if is_long:
+            if not _is_plain(line, start + 1, quote):
                 raise ValueError("a long string has escapes")
             texts.append(LongText(line, start, at))
             pieces += line[done:start], b"NaN"
             done = at
+        start = None
     else:
         raise ValueError("too many strings")
     pieces.append(line[done:])
@@ -514,20 +524,6 @@ def outline(line, begin):
             raise ValueError("%s is not JSON" % constant)
         return text
     return b"".join(pieces).decode("utf-8"), json.JSONDecoder(parse_float=_finite, parse_constant=take)
-
-
-def _end_of_string(line, start):
-    """Return the place after the quote that ends the string which begins at `start`."""
-    end = start
-    while True:
-        end = line.find(b'"', end + 1)
-        if end < 0:
-            raise ValueError("a string does not end")
-        stop = end
-        while line[stop - 1] == 0x5C:
-            stop -= 1
-        if not (end - stop) % 2:
-            return end + 1
 
 
 def is_valid_id(value):
