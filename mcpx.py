@@ -9734,6 +9734,11 @@ class Headers:
         values = self._values.get(name.lower())
         return values[0] if values else default
 
+    def joined(self, name):
+        """Return all values of a field that is a list as one (RFC 9110, 5.3), or None."""
+        values = self._values.get(name.lower())
+        return ", ".join(values) if values else None
+
     def __getitem__(self, name):
         return self._values[name.lower()][0]
 
@@ -9909,7 +9914,7 @@ class HttpConnection:
             self.left = int(text)
         self._check_body_size(self.left)
         self.front.admit(self)
-        if (headers.get("Expect") or "").strip().lower() == "100-continue":
+        if (headers.joined("Expect") or "").strip().lower() == "100-continue":
             self.stream.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _check_body_size(self, size):
@@ -9964,7 +9969,7 @@ class HttpConnection:
         self.head = None
         body = b"".join(self.body)
         self.body = []
-        options = [option.strip(" \t") for option in (headers.get("Connection") or "").lower().split(",")]
+        options = [option.strip(" \t") for option in (headers.joined("Connection") or "").lower().split(",")]
         keep = "close" not in options and version != "HTTP/1.0"
         self.exchange = HttpExchange(self, method, target, headers, body, keep)
         try:
@@ -10439,7 +10444,7 @@ class HttpFront:
         kind = (exchange.headers.get("Content-Type") or "").split(";")[0].strip().lower()
         if kind != "application/json":
             raise HttpError(415, "Content-Type must be application/json")
-        accepts_json, accepts_events = accepted(exchange.headers.get("Accept"))
+        accepts_json, accepts_events = accepted(exchange.headers.joined("Accept"))
         if not accepts_json and not accepts_events:
             raise HttpError(406, "Accept must allow application/json or text/event-stream")
         exchange.json_only = not accepts_events
@@ -10476,7 +10481,7 @@ class HttpFront:
             return
         request = ModernRequest(self.core, exchange, names, Identity("none"), self.env, self.definitions)
         exchange.on_gone = request.close
-        if exchange.json_only is False and not accepted(exchange.headers.get("Accept"))[0]:
+        if exchange.json_only is False and not accepted(exchange.headers.joined("Accept"))[0]:
             exchange.begin_stream()
         request.take(exchange, message, None, 0, exchange.headers)
 
@@ -10499,7 +10504,7 @@ class HttpFront:
             exchange.on_gone = lambda: exchange.streaming or self.end_session(session, "its client left before it began")
         exchange.commit = lambda: session.stream_of(exchange)
         session.pending.add(exchange)
-        if not accepted(exchange.headers.get("Accept"))[0]:
+        if not accepted(exchange.headers.joined("Accept"))[0]:
             exchange.commit()
         session.host.on_line(exchange, exchange.body)
         if not exchange.over and not exchange.json_only:
@@ -10580,7 +10585,7 @@ class HttpFront:
             self.end_session(session, "ended by its host")
             exchange.respond(204)
             return
-        if not accepted(exchange.headers.get("Accept"))[1]:
+        if not accepted(exchange.headers.joined("Accept"))[1]:
             raise HttpError(406, "Accept must allow text/event-stream")
         exchange.on_gone = lambda: None
         stream, after = session.get, session.get.count

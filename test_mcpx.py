@@ -5029,6 +5029,19 @@ def test_pipelined_requests_are_answered_in_order_and_byte_by_byte_is_fine(web):
             received += connection.recv(65536)
 
 
+def test_a_list_in_several_fields_is_one_list(web):
+    """Connection and Accept may be repeated; what counts is in any of them."""
+    last = HELLO % (b"Connection: keep-alive\r\nConnection:\r\nConnection: close\r\n", len(PING), PING)
+    assert web.raw(last + HELLO % (b"", len(PING), PING)).count(b"HTTP/1.1 200") == 1
+    body = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+    session = WebSession(web, "shared")
+    head = "".join("%s: %s\r\n" % pair for pair in session.headers.items()).encode()
+    data = json.dumps(body).encode()
+    for accepts, kind in ((b"Accept: text/plain\r\nAccept: application/json\r\n", b"application/json"),
+                          (b"Accept: text/plain\r\nAccept: text/event-stream\r\n", b"text/event-stream")):
+        assert b"Content-Type: " + kind in web.raw(HELLO % (head + accepts, len(data), data))
+
+
 def test_the_body_is_asked_for_only_after_the_head_was_accepted(web):
     head = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection(("127.0.0.1", web.port), PATIENCE_S) as connection:
