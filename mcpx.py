@@ -1474,7 +1474,7 @@ SETTINGS = {row.name: row for row in (
     Setting("stop.termGrace", "duration", "3s", "after SIGTERM, before SIGKILL"),
     Setting("backoff.first", "duration", "0.5s", "pause after a first failed start, doubled each time"),
     Setting("backoff.max", "duration", "60s", "longest pause between starts"),
-    Setting("list.pageSize", "count", 1000, "entries of a list in one answer"),
+    Setting("list.pageSize", "count", 1000, "entries of a list in one answer; 0 for all"),
     Setting("limits.lineBytes", "size", "128MiB", "longest message, either direction"),
     Setting("limits.hostQueueBytes", "size", "512MiB",
             "a host that does not read is cut off at this much unread"),
@@ -1482,7 +1482,7 @@ SETTINGS = {row.name: row for row in (
             "a server that does not read gets no more calls at this much unread"),
     Setting("limits.inFlight", "count", 2000, "requests of one host at a time"),
     Setting("limits.waiting", "count", 2000, "calls that wait for one instance"),
-    Setting("limits.hosts", "count", 1024, "connected hosts"),
+    Setting("limits.hosts", "count", 1024, "hosts over stdio, and as many HTTP sessions"),
     Setting("http.listen", "text", "", "address and port of the TCP door, such as 127.0.0.1:7337; closed when empty"),
     Setting("http.auth", ("token", "none"), "token", "whether the TCP door wants the bearer token"),
     Setting("http.allowedHosts", "names", [], "names besides localhost that Host and Origin may have"),
@@ -1499,7 +1499,7 @@ SETTINGS = {row.name: row for row in (
             "unanswered requests a shim can repeat after the daemon died"),
     Setting("log.level", ("debug", "info", "warning", "error"), "info", "what the daemon's log tells"),
     Setting("log.maxBytes", "size", "5MiB", "a log file is rotated at this size", hot=False),
-    Setting("log.files", "count", 3, "rotated log files kept", hot=False),
+    Setting("log.files", "count", 3, "files of a log that are kept, with the one in use", hot=False),
 )}
 
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -3096,6 +3096,8 @@ class Upstream:
             if not settled:
                 settled.append(True)
                 self.probing = False
+                # One that ignores what it does not know would be waited for for ever.
+                self.drop(call)
                 if self.era == "legacy" and error is None:
                     self.only_era = "legacy"
                 on_ready(error)
@@ -5118,6 +5120,13 @@ class Pool:
         if self.waiting_for_capacity:
             self.loop.soon(self._retry_capacity)
 
+    def settings_changed(self):
+        """Look again at what waits, and for how long what is idle may be."""
+        for slot in list(self.slots.values()):
+            self._forget_timer(slot, "idle_timer")
+            self._rested(slot)
+            self.wake(slot)
+
     def _arm_idle(self, slot, delay):
         def due():
             slot.idle_timer = None
@@ -5258,8 +5267,8 @@ class Pool:
             holders, setting, bound = list(self.instances.values()), "maxInstances", self.config.get("maxInstances")
         names = ", ".join("%s (%s, %s)" % (i.slot.key.text, i.slot.server.name, i.state)
                           for i in holders[:8] if i.slot is not None)
-        return ("no instance of server %s became free in %gs: all %d are in use by %s%s. Raise `%s` (now %d), or "
-                "shorten idleTimeout" % (slot.server.name, timeout, len(holders), names,
+        return ("no instance of server %s became free in %gs: all %d are in use by %s%s. Raise `%s` (now %d) or "
+                "queueTimeout, or shorten idleTimeout" % (slot.server.name, timeout, len(holders), names,
                                          " and others" if len(holders) > 8 else "", setting, bound))
 
     def _stop_waiting(self, slot):
@@ -8950,6 +8959,10 @@ def spell_error_up(error, call):
     return error
 
 
+# A retry that comes so much too late still hears what its call has come to without an answer.
+LATE_RETRY_S = 60.0
+
+
 class HeldCall:
     """A call that goes on upstream while its modern host has to answer questions.
 
@@ -9023,7 +9036,7 @@ class HeldCall:
             return
         self.request = self.request_call = None
         self.round += 1
-        timeout = self.core.config.get("question.timeout")
+        timeout = self.core.question_timeout(self.call) + LATE_RETRY_S
         self._expire_in(timeout)
         requests = {key: {"method": q.method, "params": params_of_question(q, self.names)} if q.params or
                     q.method != "roots/list" else {"method": q.method} for key, q in self.keys.items()}
@@ -9167,7 +9180,7 @@ class HeldCalls:
         PROTOCOL 7.3: SDKs seal the state with a key of their process, so a retry must reach
         the instance that made it. A `call`-scoped instance stays until the state expires.
         """
-        timeout = self.core.config.get("question.timeout")
+        timeout = self.core.question_timeout(call)
         instance = next((i for i in self.core.pool.instances.values() if i.slot is call.slot), None)
         number = self.core.new_id()
         if call.slot is not None and call.slot.key.text.startswith("call:"):
@@ -9227,7 +9240,7 @@ class HeldCalls:
         requests = {"u%d" % n: {"method": "elicitation/create", "params": {
             "mode": "url", "message": str(entry.get("message", "")), "url": entry["url"]}}
             for n, entry in enumerate(entries)}
-        timeout = self.core.config.get("question.timeout")
+        timeout = self.core.question_timeout(call)
         state = self.core.sign({"u": request.runs + 1, "e": time.time() + timeout, "n": self.core.new_id(),
                                 "d": digest_of_request(call.method, call.message["params"])})
         return result_message(call.host_id, {"resultType": "input_required", "inputRequests": requests,
@@ -9665,6 +9678,8 @@ RESUME_S = 300.0
 # Pieces (heads, bodies, chunks) that are taken from one connection in a turn.
 HTTP_STEPS_A_TURN = 64
 ACCEPTED_STATUS = 202
+# So many beyond http.connections are told so; the rest is hung up on.
+SURPLUS_CONNECTIONS = 64
 HTTP_REASONS = {200: "OK", 202: "Accepted", 204: "No Content", 400: "Bad Request", 401: "Unauthorized",
                 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 406: "Not Acceptable",
                 408: "Request Timeout", 409: "Conflict", 413: "Content Too Large", 415: "Unsupported Media Type",
@@ -9822,6 +9837,8 @@ NO_TRAILERS = (b"transfer-encoding", b"content-length", b"host")
 class HttpConnection:
     """One connection: requests in order, one at a time; bounded in head, body and time."""
 
+    ADDED = {"surplus": False}
+
     def __init__(self, front, stream, local, pid):
         self.front, self.stream, self.local, self.pid = front, stream, local, pid
         stream.on_data, stream.on_close = self._on_data, self._on_close
@@ -9832,6 +9849,8 @@ class HttpConnection:
         self.body_size = 0
         self.since = time.monotonic()    # when the request that is being read began
         self.closing = self.advances = False
+        # Came when there were as many as may be: it is told so at its first request.
+        self.surplus = not local and front.remote() >= front.core.config.get("http.connections")
         front.connections.add(self)
 
     def _on_data(self, data):
@@ -10166,7 +10185,7 @@ def with_named_headers(meta, headers, session_keys):
     """Return `_meta` with what the Mcpx-* headers name, for hosts that can only set headers."""
     meta = dict(meta) if isinstance(meta, dict) else {}
     if headers.get("Mcpx-Session") and not any(isinstance(meta.get(key), str) and meta[key] for key in session_keys):
-        meta["dev.mcpx/session"] = headers["Mcpx-Session"]
+        meta.update((key, headers["Mcpx-Session"]) for key in session_keys[:1])
     for header, key in (("Mcpx-Parent-Session", META_PARENT), ("Mcpx-Cwd", META_CWD)):
         if headers.get(header) and not isinstance(meta.get(key), str):
             meta[key] = headers[header]
@@ -10349,13 +10368,17 @@ class HttpFront:
         connection._on_data(first)
         return connection
 
+    def remote(self):
+        """Return how many connections there are through the TCP door."""
+        return sum(not connection.local for connection in self.connections)
+
     def _sweep(self):
         now, config = time.monotonic(), self.core.config
         for connection in list(self.connections):
             if connection.exchange is not None:
                 connection.exchange.sweep(now)
             elif now - connection.since > config.get("http.idleTimeout" if not (
-                    connection.buffer or connection.head) else "http.readTimeout"):
+                    connection.buffer or connection.head or connection.surplus) else "http.readTimeout"):
                 if connection.buffer or connection.head:
                     connection.refuse(HttpError(408, "the request did not arrive in time (http.readTimeout)"))
                 else:
@@ -10375,7 +10398,7 @@ class HttpFront:
     def admit(self, connection):
         """Check who asks, before the body is read. Raises HttpError."""
         method, _, _, headers = connection.head
-        if len(self.connections) > self.core.config.get("http.connections"):
+        if connection.surplus:
             raise HttpError(503, "too many connections (http.connections)")
         if connection.local:
             return                       # the socket's mode and the peer's uid have been checked
@@ -10385,7 +10408,8 @@ class HttpFront:
 
     def _check_names(self, headers):
         """Against pages in a browser that reach us under a name of theirs (DNS rebinding)."""
-        allowed = {"localhost", "127.0.0.1", "[::1]"} | set(self.core.config.get("http.allowedHosts"))
+        allowed = {"localhost", "127.0.0.1", "[::1]"} | {
+            name.lower() for name in self.core.config.get("http.allowedHosts")}
         host = headers.get("Host")
         if host is not None and _host_name(host) not in allowed:
             raise HttpError(403, "the Host header names another host (http.allowedHosts)")
@@ -11056,11 +11080,12 @@ class ApiLink:
 
     def named_by(self, _seq, meta):
         """Return what names the caller: members of the body, else headers."""
-        meta = dict(meta)
-        for member, key in (("session", "dev.mcpx/session"), ("parentSession", META_PARENT), ("cwd", META_CWD)):
+        meta, keys = dict(meta), self.exchange.front.core.config.get("transport.sessionMetaKeys")
+        members = [("session", key) for key in keys[:1]] + [("parentSession", META_PARENT), ("cwd", META_CWD)]
+        for member, key in members:
             if isinstance(self.body.get(member), str):
                 meta[key] = self.body[member]
-        return with_named_headers(meta, self.exchange.headers, ("dev.mcpx/session",))
+        return with_named_headers(meta, self.exchange.headers, keys)
 
 
 API_STATUS = {METHOD_NOT_FOUND: 404, INVALID_PARAMS: 400, INVALID_REQUEST: 400}
@@ -11516,6 +11541,8 @@ class Daemon:
         self._config_seen_at = 0.0
         self.loop = Loop(log)
         self.log.level = self.config.get("log.level")
+        if self.log.sink is not None:
+            self.log.sink.max_bytes, self.log.sink.files = self.config.get("log.maxBytes"), self.config.get("log.files")
         self.started_wall, self.started_at = time.time(), time.monotonic()
         self.secret = self._read_secret()
         # Above every id that an earlier daemon can have used: microseconds since 1970 grow
@@ -11725,7 +11752,7 @@ class Daemon:
             self._leave_door(listener, error)
             return
         connection.setblocking(False)
-        if len(self.http.connections) >= self.config.get("http.connections"):
+        if self.http.remote() >= self.config.get("http.connections") + SURPLUS_CONNECTIONS:
             connection.close()
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -11840,7 +11867,7 @@ class Daemon:
             link.close("unknown server")
             return
         if len(self.links) > self.config.get("limits.hosts"):
-            link.control("fail %d hosts are connected; raise limits.hosts" % len(self.links))
+            link.control("fail %d hosts are connected; raise limits.hosts" % (len(self.links) - 1))
             link.close("too many hosts")
             return
         host = self.make_host(link, names, hello)
@@ -11888,6 +11915,10 @@ class Daemon:
         return identity, env
 
     # -- what hosts ask of the core -------------------------------------------------
+
+    def question_timeout(self, call):
+        """Return how long what the server of a call asks may stay unanswered, in seconds."""
+        return self.config.get("question.timeout", call.slot.server if call.slot is not None else None)
 
     def server(self, name):
         """Return the entry of a server in use. Raises RpcError that says why there is none."""
@@ -12423,8 +12454,7 @@ class Daemon:
                     for kind in ("tools", "prompts", "resources"):
                         if kind in before or kind in host.surface.capabilities(host.revision):
                             host.on_list_changed(KIND_CHANGED[kind])
-        for slot in list(self.pool.slots.values()):
-            self.pool.wake(slot)
+        self.pool.settings_changed()
         self._keep_warm()
 
     def _keep_warm(self):

@@ -4057,6 +4057,34 @@ def test_surface_a_damaged_cache_file_is_ignored(tmp_path, loop, damage):
     assert not store.get(definition, {"roots": {}}).known, "other capabilities are another schema"
 
 
+def test_logs_are_followed_line_by_line_also_into_a_new_file(lab):
+    """What is piped into another program comes when it is written, not when a buffer is full."""
+    lab.configure({"talks": fake(lab, "talks", """
+        def call(name, arguments, host_id):
+            print(arguments["text"], file=sys.stderr, flush=True)
+            say(host_id, "said")
+        """)}, log={"maxBytes": "20KiB"})
+    follow = subprocess.Popen(program("logs", "talks", "-f", "-n", "1"), env=lab.env, stdout=subprocess.PIPE)
+    try:
+        lines = (line.decode().rstrip() for line in follow.stdout)
+        host = lab.host("talks")
+        for text in ["first", "second"] + ["%d %s" % (n, "x" * 900) for n in range(40)] + ["a\x1b[31m"]:
+            assert host.call("echo", text=text) == "said"
+            assert next(line for line in lines if text[:4].rstrip("\x1b") in line).endswith(text.replace("\x1b", "\\x1b"))
+    finally:
+        follow.kill()
+        follow.communicate()
+
+
+def test_callers_from_the_shell_share_with_those_of_the_same_parent(lab):
+    lab.configure({"demo": demo(scope="parent-session", idleTimeout="1h")})
+    family = ("--parent-session", "p")
+    lab.command("call", "demo.set", "value=ours", "--session", "a", *family)
+    assert lab.command("call", "demo.get", "--session", "b", *family).strip() == "ours"
+    assert lab.command("call", "demo.get", "--session", "a").strip() == ""
+    assert lab.command("why", "demo", "--session", "b", *family, "--json")["key"] == "session:p"
+
+
 def test_a_disabled_or_unknown_server_is_said_to_be_that_at_every_door(lab):
     web = Web(lab, demo=demo(scope="session"), off=dict(demo(), disabled=True), out=dict(demo(), enabled=False))
     for name, reason in (("off", "is disabled"), ("out", "is disabled"), ("nobody", "there is no server")):
@@ -7732,6 +7760,9 @@ def test_a_server_that_ignores_what_it_does_not_know_does_not_hang_anybody(lab, 
         assert web.tool("mute", "echo", text="x") == "x"
     assert mcpx.PROBE_WAIT_S <= 5 and time.monotonic() - began < 5
     assert [i["revision"] for i in lab.instances("mute")] == ["2025-11-25"]
+    # Nor does it wait for that answer for ever: an idle server ends, also by a time that is shorter now.
+    reset(lab, idleTimeout="300ms")
+    lab.wait_for("its end", lambda: not lab.instances("mute"))
 
 
 # -- the daemon's door

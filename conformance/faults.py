@@ -819,7 +819,7 @@ class Driver:
             self.base = dict(now, files=files)
         for what in ("descriptors", "processes"):
             if now[what] > self.base[what]:
-                self.problem("%s at rest: %d at first, %d now" % (what, self.base[what], now[what]))
+                self.problem("%s at rest: %d at first, %d now: %s" % (what, self.base[what], now[what], now["held"]))
         more = [name for name, count in files.items() if count > max(self.base["files"][name], STAYING.get(name, 0))]
         more = [name for name in more if "/logs/" not in name and "/cache/" not in name]
         if more:

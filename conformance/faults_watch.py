@@ -58,6 +58,27 @@ def is_running(pid):
         return False
 
 
+def held_by(pid):
+    """What the descriptors of a process are of, and the ends of its sockets as far as they can be told."""
+    try:
+        sockets = Path("/proc/%d/net/unix" % pid).read_text().splitlines()
+    except OSError:
+        sockets = []
+    paths = {row.split()[6]: " ".join(row.split()[5:6] + row.split()[7:]) for row in sockets[1:]}
+    held = []
+    for entry in Path("/proc/%d/fd" % pid).glob("*"):
+        try:
+            target = os.readlink(str(entry))
+            flags = entry.parent.with_name("fdinfo").joinpath(entry.name).read_text()
+        except OSError:
+            continue
+        of_process = re.search(r"^Pid:\s*(-?\d+)", flags, re.M)
+        inode = re.search(r"socket:\[(\d+)\]", target)
+        more = "pid " + of_process.group(1) if of_process else paths.get(inode.group(1), "") if inode else ""
+        held.append("%s %s %s" % (entry.name, target, more))
+    return sorted(held, key=lambda line: int(line.split()[0]))
+
+
 class Watch:
     """The view on the daemon of one Place."""
 
@@ -132,6 +153,7 @@ class Watch:
         return {
             "pid": pid,
             "descriptors": open_files(pid),
+            "held": held_by(pid),
             "memory": memory_kib(pid),
             "processes": len(self.place.survivors()),
             "tables": status["tables"],

@@ -189,6 +189,9 @@ class Front:
     def admit(self, _connection):
         pass
 
+    def remote(self):
+        return len(self.connections)
+
     def handle(self, exchange):
         self.requests.append((exchange.method, exchange.target, exchange.body))
         exchange.respond(200, b"{}")
