@@ -13108,9 +13108,10 @@ def run_daemon(config_file, env, started_by_shim=False, ready_fd=None):
         if ready_fd is not None:
             try:
                 os.write(ready_fd, text.encode("utf-8", "replace"))
-                os.close(ready_fd)
             except OSError:
                 return                   # the shim that started us has gone; others will come
+            finally:
+                os.close(ready_fd)
     try:
         lock = take_daemon_lock(paths, env, started_by_shim)
         if lock is None:

@@ -4057,6 +4057,23 @@ def test_surface_a_damaged_cache_file_is_ignored(tmp_path, loop, damage):
     assert not store.get(definition, {"roots": {}}).known, "other capabilities are another schema"
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="reads descriptors from /proc")
+def test_a_daemon_whose_starter_has_died_meanwhile_keeps_nothing_of_it(lab):
+    lab.configure({"demo": demo(scope="session")})
+    read_fd, write_fd = os.pipe()
+    pipe = os.readlink("/proc/self/fd/%d" % write_fd)
+    os.close(read_fd)
+    daemon = subprocess.Popen(program("daemon", "--ready-fd", str(write_fd)), env=lab.env, pass_fds=(write_fd,),
+                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(write_fd)
+    try:
+        lab.wait_for("the daemon", lambda: lab.run("status").returncode == 0)
+        assert pipe not in [os.readlink(path) for path in glob.glob("/proc/%d/fd/*" % daemon.pid) if os.path.islink(path)]
+    finally:
+        lab.command("stop")
+        daemon.wait(PATIENCE_S)
+
+
 def test_logs_are_followed_line_by_line_also_into_a_new_file(lab):
     """What is piped into another program comes when it is written, not when a buffer is full."""
     lab.configure({"talks": fake(lab, "talks", """
