@@ -119,7 +119,8 @@ class _Later:
     def __getattr__(self, attribute):
         __import__(self._name)
         module = sys.modules[self._name]
-        for alias, value in list(globals().items()):
+        # A copy is made in one go, whatever other threads do meanwhile.
+        for alias, value in globals().copy().items():
             if value is self:
                 globals()[alias] = module
         return getattr(module, attribute)
