@@ -12844,7 +12844,7 @@ LEAVE_WAIT_S = 2.0
 
 
 def unknown_servers_text(unknown, config):
-    """Return what to say when `serve` names servers that are not configured."""
+    """Return what to say where servers are named that are not configured, or disabled, or where none is named."""
     names = sorted(name for name, server in config.servers.items() if not server.disabled)
     disabled = [name for name in unknown if name in config.servers]
     missing = [name for name in unknown if name not in config.servers]
@@ -12943,7 +12943,7 @@ class Control:
         upstreams = [i.upstream for i in pool.instances.values() if i.upstream is not None]
         return {"calls": sum(len(host.calls) for host in core.hosts | core.requests),
                 "requests": len(core.requests), "held": len(core.held.by_id), "sessions": len(core.http.sessions),
-                "connections": sum(not connection.local for connection in core.http.connections),
+                "connections": core.http.remote(),
                 "waiting": sum(slot.waiting() for slot in pool.slots.values()),
                 "leases": sum(i.leases for i in pool.instances.values()),
                 "questions": len(core.questions.by_id),

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import faults_hosts
 from faults_model import SCOPES, Call, Ledger, genuine
-from faults_watch import Watch, is_running
+from faults_watch import Watch, held_by, is_running
 from fuzz_live import free_port
 from place import Failed, Place
 
@@ -819,7 +819,8 @@ class Driver:
             self.base = dict(now, files=files)
         for what in ("descriptors", "processes"):
             if now[what] > self.base[what]:
-                self.problem("%s at rest: %d at first, %d now: %s" % (what, self.base[what], now[what], now["held"]))
+                held = await self.in_thread(lambda: held_by(now["pid"]))
+                self.problem("%s at rest: %d at first, %d now: %s" % (what, self.base[what], now[what], held))
         more = [name for name, count in files.items() if count > max(self.base["files"][name], STAYING.get(name, 0))]
         more = [name for name in more if "/logs/" not in name and "/cache/" not in name]
         if more:

@@ -153,7 +153,6 @@ class Watch:
         return {
             "pid": pid,
             "descriptors": open_files(pid),
-            "held": held_by(pid),
             "memory": memory_kib(pid),
             "processes": len(self.place.survivors()),
             "tables": status["tables"],
