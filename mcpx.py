@@ -4245,7 +4245,7 @@ JOURNAL_MAGIC = b"mcpx-1"
 # Magic, boot, from byte 64 on who writes it, and last whether there ever was no room.
 JOURNAL_HEAD, JOURNAL_WRITER = 128, 64
 JOURNAL_CHILDREN, CHILD_FORMAT = 512, "<40sQBB14x"
-JOURNAL_CALLS, CALL_FORMAT = 8192, "<BBHxxxxQ8s8s"
+JOURNAL_CALLS, CALL_FORMAT = 8192, "<BBHBxxxQ8s8s"
 
 
 class Journal:
@@ -4374,21 +4374,21 @@ class Journal:
     # -- calls ------------------------------------------------------------------------
 
     def calls(self):
-        """Yield (mark, (state, plain, child's number, wire id, token, key)) of all entries in use."""
+        """Yield (mark, (state, plain, child's number, times sent, wire id, token, key)) of all entries in use."""
         for mark in range(JOURNAL_CALLS):
             if self.map[self.calls_at + mark * self.call_size] != FREE:
                 yield mark, struct.unpack_from(CALL_FORMAT, self.map, self.calls_at + mark * self.call_size)
 
-    def enter(self, number, wire_id, token, key, plain):
-        """Write a call down before its bytes are queued; returns its mark, None where there is no room."""
+    def enter(self, number, wire_id, token, key, plain, sends):
+        """Write a call down before its bytes are queued for the `sends`th time; returns its mark, None without room."""
         if self.map is None:
             return None
         if not self.free:
             self.map[JOURNAL_HEAD - 1] = 1
             return None
         mark = self.free.pop()
-        struct.pack_into(CALL_FORMAT, self.map, self.calls_at + mark * self.call_size, QUEUED, plain, number, wire_id,
-                         token, key)
+        struct.pack_into(CALL_FORMAT, self.map, self.calls_at + mark * self.call_size, QUEUED, plain, number, sends,
+                         wire_id, token, key)
         return mark
 
     def set(self, mark, state):
@@ -4398,7 +4398,7 @@ class Journal:
 
     def orphan(self, mark):
         """The child of an entry has gone: from here on its number says nothing."""
-        if self.map is not None:
+        if mark is not None and self.map is not None:
             struct.pack_into("<H", self.map, self.calls_at + mark * self.call_size + 2, NO_CHILD)
 
     def settle(self, call):
@@ -4635,7 +4635,7 @@ class Instance:
                      and not call.opts_in)
             key = journal_key(call.host_id) if call.host_id is not None else NO_TOKEN
             old = call.mark              # of its first sending, which a dead daemon has seen
-            call.mark = marks.journal.enter(marks.number, call.wire_id, token_of(call), key, plain)
+            call.mark = marks.journal.enter(marks.number, call.wire_id, token_of(call), key, plain, call.attempts)
             marks.journal.release(old)
             if call.mark is not None and token_of(call) != NO_TOKEN:
                 call.host.link.note_marked(call)
@@ -4758,8 +4758,11 @@ ORPHAN_WAIT_S = 10.0
 class Orphan:
     """A call that a dead daemon had in flight: where it is, how sure that is, its answer if that came early."""
 
-    def __init__(self, instance, wire_id, state, plain, call):
+    ADDED = {"sends": 1}
+
+    def __init__(self, instance, wire_id, state, plain, call, sends=1):
         self.instance, self.wire_id, self.state, self.plain, self.call = instance, wire_id, state, plain, call
+        self.sends = sends               # how often it was handed on, this time included
         self.answer = None
 
     def answered(self, _call, message, line):
@@ -5528,7 +5531,7 @@ class Pool:
             self.journal.clear()
             return
         self.recovered = {}
-        for mark, (state, plain, number, wire_id, token, key) in list(self.journal.calls()):
+        for mark, (state, plain, number, sends, wire_id, token, key) in list(self.journal.calls()):
             instance = by_number.get(number)
             if instance is None:
                 self.journal.orphan(mark)
@@ -5537,7 +5540,7 @@ class Pool:
                 state = UNCERTAIN
             call = Call("", {}, None)
             call.mark = mark
-            orphan = Orphan(instance, wire_id, state, bool(plain), call)
+            orphan = Orphan(instance, wire_id, state, bool(plain), call, max(1, sends))
             call.on_finish = orphan.answered
             if instance is not None and state in (WRITTEN, UNCERTAIN) and wire_id not in instance.upstream.in_flight:
                 # Its answer is still to come, for all we know.
@@ -5586,6 +5589,7 @@ class Pool:
             return True
         call.instance, call.line = instance, None
         instance.upstream.expect(orphan.wire_id, call)
+        call.attempts = orphan.sends
         return True
 
     def let_go(self, orphan):
@@ -5831,11 +5835,11 @@ class Pool:
                 continue
             call.instance = None
             instance.leases -= 1
+            never_read = call.sent_offset >= stream.unread_from
             if call.mark is not None:
-                self.journal.settle(call)
+                self._note_lost(call, never_read)
             if call.cancelled or call.done:
                 continue
-            never_read = call.sent_offset >= stream.unread_from
             call.over = False
             if never_read:
                 call.attempts -= 1       # it has not been sent in any way that counts
@@ -5843,6 +5847,17 @@ class Pool:
                 call.slot.queue.push(call, first=True)
             else:
                 call.fail(StreamLost("%s; whether the request was carried out is not known" % error.message))
+
+    def _note_lost(self, call, never_read):
+        """The child of a call has gone. Until its host knows, the journal says that it was handed on.
+
+        A daemon that comes after a crash would send it again as one that nobody has seen.
+        """
+        if never_read or call.cancelled or call.done or token_of(call) == NO_TOKEN:
+            self.journal.settle(call)
+        else:
+            self.journal.set(call.mark, UNCERTAIN)
+            self.journal.orphan(call.mark)
 
     def _gone(self, instance):
         """Nothing of the instance is left: its key is free again."""
@@ -7494,7 +7509,10 @@ class Host:
         orphan = None
         if call.losses and self.core.pool.recovered is not None and token_of(call) != NO_TOKEN:
             orphan = self.core.pool.claim(call)
-            if orphan is None and self.link.was_journalled or orphan is not None and orphan.state == QUEUED:
+            if orphan is not None:
+                # The shim counts daemons; that a child died with it as well only the journal knows.
+                call.losses = orphan.sends - 1 if orphan.state == QUEUED else max(call.losses, orphan.sends)
+            elif self.link.was_journalled:
                 call.losses = 0          # no daemon has ever handed it on
         call.params = params = self._params_for_upstream(call, schema)
         if orphan is not None and self.core.pool.take_up(call, slot, orphan):

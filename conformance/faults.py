@@ -79,7 +79,8 @@ GROWTH_KIB = 16 * 1024
 # Idle time, the graces of a server that does not go, and what a loaded machine adds.
 REST_LIMIT_S = 25
 OWN_LIMIT_S = 80
-OWN_TABLES = ("tokens", "instances", "slots")
+# A question's state may be redeemed for a minute after its time, by a host that has no connection to lose.
+OWN_TABLES = ("tokens", "instances", "slots", "held")
 PROBLEMS_SHOWN = 15
 LOG_SHOWN = 6000  # characters
 # Files that are made when they are first needed and then stay, and how many of a kind: the code that runs and the
