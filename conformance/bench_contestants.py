@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from bench_client import HOSTS, Broken, Watch
 from place import MCPX, Place
 
 HERE = Path(__file__).resolve().parent
-PYTHON = sys.executable
+PYTHON = install.bare_python()
 UPSTREAM = [PYTHON, str(HERE / "bench_upstream.py")]
 FLOORS = str(HERE / "bench_floors.py")
 FRONT_LIMIT_S = 60

@@ -159,6 +159,17 @@ def node_script(set_name, package, path):
     return ["node", str(npm_package(set_name, package) / path)]
 
 
+def bare_python():
+    """An interpreter with nothing installed beside it, made if need be: a .pth file of some package may take
+    longer to import at every start than what is measured."""
+    root = peers_dir()
+    python = root / ("bare-%d.%d" % sys.version_info[:2]) / "bin" / "python3"
+    with one_installer_at_a_time(root):
+        if not python.exists():
+            venv.create(str(python.parent.parent), clear=True, symlinks=True)
+    return str(python)
+
+
 def venv_program(set_name, program):
     return str(peers_dir() / set_name / "venv" / "bin" / program)
 
