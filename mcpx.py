@@ -28,6 +28,10 @@ try:
     sys.pycache_prefix = cache
     target = external.cache_from_source(path)
     sys.pycache_prefix = None
+    part = target[:-3] + "shim"
+    if sys.argv[1:2] == ["serve"] and os.path.exists(part):
+        with open(path, "rb") as file, open(part, "rb") as kept:
+            source, kept = file.read(), kept.read()
     if not os.path.exists(target):
         import py_compile
         py_compile.compile(path, target, quiet=2,
@@ -41,7 +45,16 @@ except OSError:
 loader = external.SourceFileLoader("mcpx", path)
 spec = external.spec_from_file_location("mcpx", path, loader=loader)
 sys.modules["mcpx"] = module = frozen.module_from_spec(spec)
-loader.exec_module(module)
+import _imp as imp, marshal
+if "source" in vars() and imp.source_hash(sys.hexversion, source) + imp.source_hash(
+        sys.hexversion, kept[16:]) == kept[:16]:
+    del source
+    define, parts = marshal.loads(kept[16:])
+    module.__builtins__ = __builtins__
+    type(lambda: 0)(define, vars(module))(parts)
+    del kept, define, parts
+else:
+    loader.exec_module(module)
 module.main()
 <boot>
 
@@ -96,7 +109,9 @@ import sys
 
 # The boot code above redirects the byte-code cache for this file alone; left on, every
 # standard module would be compiled into our cache as well.
-sys.pycache_prefix = None
+BYTE_CODE_DIRECTORY, sys.pycache_prefix = sys.pycache_prefix, None
+# A shim has mostly loaded a part of this file only: see section Shim.
+IS_PART = False
 
 import os
 import time
@@ -1674,10 +1689,17 @@ def parse_config_text(text, path):
                                   "stands twice in one object; remove one")
         return dict(items)
 
-    plain = re.sub(_COMMENT, blank, text.lstrip("\ufeff"), flags=re.S)
-    plain = re.sub(_TRAILING_COMMA, blank, plain)
-    try:
+    def parse(plain):
         return json.loads(plain, object_pairs_hook=pairs)
+
+    text = text.lstrip("\ufeff")
+    try:
+        try:
+            return parse(text)
+        except json.JSONDecodeError:
+            # Mostly it is plain JSON, and a command need not compile the patterns.
+            plain = re.sub(_COMMENT, blank, text, flags=re.S)
+            return parse(re.sub(_TRAILING_COMMA, blank, plain))
     except json.JSONDecodeError as error:
         raise ConfigError("%s, line %d, column %d" % (path, error.lineno, error.colno),
                           "not valid JSON: %s" % error.msg)
@@ -1715,7 +1737,7 @@ def read_person_file(path):
         while len(data) <= PERSON_FILE_BYTES:
             more = os.read(fd, PERSON_FILE_BYTES + 1 - len(data))
             if not more:
-                return data.decode("utf-8-sig")
+                return data.decode("utf-8").lstrip("\ufeff")
             data += more
     finally:
         os.close(fd)
@@ -13538,7 +13560,8 @@ class Shim:
                 continue
             stubs = [{"jsonrpc": "2.0", "id": request["id"], "method": "tools/call", "params": {"name": ""}}
                      for request in self._requests_in(entry[0])]
-            line = encode_json(stubs if len(stubs) > 1 else stubs[0]) + b"\n" if stubs else b"\n"
+            text = to_json(stubs if len(stubs) > 1 else stubs[0]) if stubs else ""
+            line = text.encode("ascii") + b"\n"
             self.kept_bytes += len(line) - len(entry[0])
             # No daemon may take it for a request that can be repeated.
             entry[:2] = line, MAX_LOSSES
@@ -13893,7 +13916,7 @@ class Shim:
                 lost = losses and message.get("method") == "tools/call"
                 error = StreamLost("mcpx lost its daemon while this call was in flight") if lost else RpcError(
                     INTERNAL_ERROR, "mcpx has no daemon at the moment (%s); try again" % self.problem)
-                self.writer.put(encode_json(error_message(message["id"], error)) + b"\n")
+                self.writer.put(to_json(error_message(message["id"], error)).encode("ascii") + b"\n")
         self._forget_all()
         self.first_seq = self.next_seq
         self.down_since = time.monotonic()
@@ -13943,6 +13966,134 @@ def caller_facts(env):
             except RpcError as error:
                 raise UsageError(error.message)
     return facts
+
+
+# -- a shim's part of this file ---------------------------------------------------------
+#
+# A shim runs once per server and host, and uses a tenth of this file. What a plain `serve`
+# needs is kept beside the byte code, and the boot code at the head of this file defines that
+# alone, as long as this file is what it was made from. All the rest is loaded where something
+# else is asked for.
+
+# Where the part ends: what these names stand for is used after `load_rest` only.
+NOT_IN_PART = frozenset(
+    "run_from_byte_code keep_part start_over parse_command_line show complain run_standalone Output "
+    "__name__ __file__ __spec__ __loader__ __package__ __builtins__ __cached__ __doc__".split())
+
+
+def load_rest():
+    """Define everything in this file, where only a shim's part of it is there."""
+    if not IS_PART:
+        return
+    exec(whole_code(), globals())
+
+
+def whole_code():
+    """Return the code of this file, from the byte code that the head keeps where there is some."""
+    sys.pycache_prefix = BYTE_CODE_DIRECTORY
+    try:
+        return __spec__.loader.get_code(__name__)
+    finally:
+        sys.pycache_prefix = None
+
+
+def keep_part():
+    """Write the shim's part beside the byte code; returns whether there was none that is good, and now is one."""
+    import _imp
+    if BYTE_CODE_DIRECTORY is None or __name__ == "__main__":
+        return False
+    path = os.path.splitext(__spec__.cached)[0] + ".shim"
+    try:
+        with open(__file__, "rb") as file:
+            mark = _imp.source_hash(sys.hexversion, file.read())
+        try:
+            with open(path, "rb") as file:
+                kept = file.read()
+        except FileNotFoundError:
+            kept = b""
+        if kept[:16] == mark + _imp.source_hash(sys.hexversion, kept[16:]):
+            return False
+        data = marshal.dumps((_define_part.__code__, _part_of(whole_code())))
+        own = "%s.%d" % (path, os.getpid())
+        with open(own, "wb") as file:
+            file.write(mark + _imp.source_hash(sys.hexversion, data) + data)
+        os.replace(own, path)
+        return True
+    except (OSError, ValueError):
+        return False                     # a shim does with the whole of it, and is larger
+
+
+def _part_of(code):
+    """Return what a plain `serve` needs of this file's code: [(kind, name, value)] in order.
+
+    Raises ValueError where something of it cannot be kept.
+    """
+    bodies = {const.co_name: const for const in code.co_consts if isinstance(const, types.CodeType)}
+    known, wanted, found = globals(), set(), ["main", "load_rest", "__version__", "_Later"]
+    while found:
+        name = found.pop()
+        if name in wanted or name in NOT_IN_PART or name not in known:
+            continue
+        wanted.add(name)
+        value = known[name]
+        if isinstance(value, type):
+            found += [base.__name__ for base in value.__bases__]
+            found += _names_in(bodies[name])
+        elif isinstance(value, types.FunctionType):
+            found += _names_in(value.__code__)
+    # What asks for the source of the boot code gets that, not all that this file says of itself.
+    parts = [("value", "__doc__", __doc__[:__doc__.index("Licence:")]), ("value", "IS_PART", True)]
+    for name, value in known.items():
+        if name not in wanted or name == "IS_PART":
+            continue
+        if isinstance(value, (_Later, types.ModuleType)):
+            parts.append(("module", name, name))
+        elif isinstance(value, type):
+            parts.append(("class", name, (bodies[name], tuple(base.__name__ for base in value.__bases__))))
+        elif isinstance(value, types.FunctionType):
+            parts.append(("function", name, (value.__code__, value.__defaults__, value.__kwdefaults__)))
+        else:
+            parts.append(("value", name, value))
+    return parts
+
+
+def _names_in(code):
+    """Return the names that a code object and those within it use."""
+    names = list(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names += _names_in(const)
+    return names
+
+
+def _define_part(parts):
+    """Define what `_part_of` has returned; called where nothing else of this file is there."""
+    import builtins
+    import sys
+    function, names = type(lambda: None), globals()
+    for kind, name, value in parts:
+        if kind == "module":
+            # Those that only Python itself has loaded so far are no less at hand.
+            names[name] = sys.modules.get(value) or names["_Later"](value)
+        elif kind == "class":
+            code, bases = value
+            names[name] = builtins.__build_class__(function(code, names), name, *[
+                names.get(base) or getattr(builtins, base) for base in bases])
+        elif kind == "function":
+            code, defaults, keyword_defaults = value
+            names[name] = function(code, names, name, defaults)
+            names[name].__kwdefaults__ = keyword_defaults
+        else:
+            names[name] = value
+
+
+def start_over(arguments):
+    """Exec this file anew, as a shim that loads its part only. Returns where that cannot be."""
+    command = own_command(*arguments)
+    try:
+        os.execv(command[0], command)
+    except OSError:
+        return                           # larger, otherwise the same
 
 
 def boot_code():
@@ -14009,6 +14160,7 @@ def run_shim(names, config_file, env):
         raise UsageError(shim.problem)
     os.write(2, ("mcpx: %s; going on without a daemon, nothing is shared with other hosts\n"
                  % shim.problem).encode("utf-8", "replace"))
+    load_rest()
     return run_standalone(names, config_file, env, shim.unanswered())
 
 
@@ -14382,13 +14534,21 @@ class Failed(Exception):
     """A command could not do what was asked; the text says why. Exit status 1."""
 
 
+# More than the largest answer that a command mostly gets, and no system call's worth of memory.
+COMMAND_READ_BYTES = 65536
+
+
 class LinkClient:
-    """A command's connection to the daemon: blocking, for one thing at a time."""
+    """A command's connection to the daemon: blocking, for one thing at a time.
+
+    Uses the C module of sockets alone: the standard library's layer over it takes as long to
+    import as the call takes.
+    """
 
     def __init__(self, config_file, env, start=False):
         self.config_file, self.env = config_file, env
         self.socket = self._connect() or (self._start() if start else None)
-        self.lines = None
+        self.buffer, self.lines = LineBuffer(SHIM_LINE_BYTES), []
 
     @property
     def connected(self):
@@ -14396,10 +14556,11 @@ class LinkClient:
         return self.socket is not None
 
     def _connect(self):
+        import _socket
         paths = DaemonPaths(self.config_file, self.env)
         for path in (paths.recorded_socket(), paths.socket):
             if path:
-                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
                 try:
                     connection.connect(path)
                     return connection
@@ -14437,18 +14598,9 @@ class LinkClient:
         head = "%s /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (
             method, operation, len(data))
         self._send(head.encode() + data)
-        self.socket.settimeout(wait)
-        pieces = []
-        try:
-            while True:
-                piece = self.socket.recv(1 << 20)
-                if not piece:
-                    break
-                pieces.append(piece)
-        except socket.timeout:
-            raise Failed("the daemon has not answered for %gs; see `mcpx logs`" % wait)
-        except OSError as error:
-            raise Failed("the daemon has gone: %s" % error)
+        pieces = [self._receive(wait)]
+        while pieces[-1]:
+            pieces.append(self._receive(wait))
         _, found, answer = b"".join(pieces).partition(b"\r\n\r\n")
         if not found:
             raise Failed("the daemon has hung up; see `mcpx logs`")
@@ -14493,18 +14645,27 @@ class LinkClient:
         except OSError as error:
             raise Failed("the daemon has gone: %s" % error)
 
-    def _read_line(self, wait):
-        if self.lines is None:
-            self.lines = self.socket.makefile("rb")
+    def _receive(self, wait):
+        """Return what comes next, b"" at the end; waits `wait` seconds, without end where that is None."""
         self.socket.settimeout(wait)
         try:
-            line = self.lines.readline()
-        except socket.timeout:
+            return self.socket.recv(COMMAND_READ_BYTES)
+        except TimeoutError:
             raise Failed("the daemon has not answered for %gs; see `mcpx logs`" % wait)
         except OSError as error:
+            if str(error) == "timed out":        # Python 3.9 has a class of its own for it
+                raise Failed("the daemon has not answered for %gs; see `mcpx logs`" % wait)
             raise Failed("the daemon has gone: %s" % error)
-        if not line:
-            raise Failed("the daemon has hung up; see `mcpx logs`")
+
+    def _read_line(self, wait):
+        while not self.lines:
+            data = self._receive(wait)
+            if not data:
+                raise Failed("the daemon has hung up; see `mcpx logs`")
+            self.lines = self.buffer.feed(data)
+        line = self.lines.pop(0)
+        if isinstance(line, Oversize):
+            raise Failed("the daemon's answer has %d bytes, more than a command takes" % line.size)
         return line
 
 
@@ -15114,12 +15275,62 @@ def play_scope(scope, cast, env):
 
 # -- the parser ---------------------------------------------------------------------
 
+class Options:
+    """The options of a command line."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
 class Command:
     """One row: a command's function, its line of help, and its arguments for argparse."""
 
     def __init__(self, function, text, *arguments, json_output=True, hidden=False):
         self.function, self.text, self.arguments = function, text, arguments
         self.json_output, self.hidden = json_output, hidden
+
+    def plain_options(self, words):
+        """Return the Options of words without an option among them; None where argparse has to say what they are.
+
+        Importing argparse takes as long as a call of a tool does. Any dash goes to argparse but
+        that of --json, which programs give with every command.
+        """
+        values, many = {}, None
+        if self.json_output:
+            values["json"] = "--json" in words
+            words = [word for word in words if word != "--json"]
+        if any(word.startswith("-") for word in words):
+            return None
+        words = list(words)
+        for names, options in self.arguments:
+            name, count = names[0], options.get("nargs")
+            if name.startswith("-"):
+                name = next(name for name in names if name.startswith("--"))[2:].replace("-", "_")
+                values[name] = options.get("default", False if options.get("action") == "store_true" else None)
+            elif count == "*":
+                many = name
+            elif words:
+                values[name] = words.pop(0)
+                if values[name] not in options.get("choices", (values[name],)):
+                    return None
+            elif count == "?":
+                values[name] = None
+            else:
+                return None              # it is missing
+        if many is not None:
+            values[many] = words
+        elif words:
+            return None
+        return Options(**values)
+
+    def parser(self, name):
+        """Return the argparse parser of the command, called `name`."""
+        parser = argparse.ArgumentParser(prog="mcpx.py " + name, description=self.text)
+        for names, options in self.arguments:
+            parser.add_argument(*names, **options)
+        if self.json_output:
+            parser.add_argument("--json", action="store_true", help="print data for programs")
+        return parser
 
 
 def argument(*names, **options):
@@ -15195,26 +15406,9 @@ def parse_command_line(arguments):
     command = COMMANDS.get(rest[0])
     if command is None:
         raise UsageError("there is no command %s; mcpx.py --help lists them" % rest[0])
-    if rest[0] == "serve" and all(not part.startswith("-") for part in rest[1:]):
-        # The way hosts launch it: no need to load a parser for names.
-        return command, ServeOptions(rest[1:], config_path(config, os.environ))
-    parser = argparse.ArgumentParser(prog="mcpx.py " + rest[0], description=command.text)
-    for names, options in command.arguments:
-        parser.add_argument(*names, **options)
-    if command.json_output:
-        parser.add_argument("--json", action="store_true", help="print data for programs")
-    options = parser.parse_args(rest[1:])
+    options = command.plain_options(rest[1:]) or command.parser(rest[0]).parse_args(rest[1:])
     options.config_file = config_path(config, os.environ)
     return command, options
-
-
-class ServeOptions:
-    """The options of a plain `serve NAME …`."""
-
-    standalone, session, json = False, None, False
-
-    def __init__(self, names, config_file):
-        self.names, self.config_file = names, config_file
 
 
 def split_config_option(arguments):
@@ -15257,16 +15451,35 @@ def run_from_byte_code(arguments):
             return                       # slower to start and larger, otherwise the same
 
 
-def main(arguments=None):
-    """Run the command line; returns through SystemExit."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    run_from_byte_code(arguments)
-    options = None
+def plain_serve(arguments):
+    """Return (names, configuration file) of a `serve NAME …` without another option, as hosts launch it; else None."""
     try:
-        command, options = parse_command_line(arguments)
-        output = command.function(options)
-        status = show(output, options) if isinstance(output, Output) else output or 0
+        config, rest = split_config_option(arguments)
+    except UsageError:
+        return None                      # the parser says so
+    if len(rest) < 2 or rest[0] != "serve" or any(part.startswith("-") for part in rest):
+        return None
+    return rest[1:], config_path(config, os.environ)
+
+
+def main():
+    """Run the command line, and end."""
+    arguments, options = sys.argv[1:], None
+    if not IS_PART:
+        run_from_byte_code(arguments)
+    plain = plain_serve(arguments)
+    if plain is not None and not IS_PART and keep_part():
+        start_over(arguments)
+    try:
+        if plain is not None:
+            status = run_shim(plain[0], plain[1], dict(os.environ))
+        else:
+            load_rest()
+            command, options = parse_command_line(arguments)
+            output = command.function(options)
+            status = show(output, options) if isinstance(output, Output) else output or 0
     except UsageError as error:
+        load_rest()
         status = complain(error, 2, options)
     except Failed as error:
         status = complain(error, 1, options)
@@ -15275,16 +15488,32 @@ def main(arguments=None):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 1
-    sys.exit(status)
+    end_process(status)
+
+
+def end_process(status):
+    """End without taking everything apart first: that takes as long as some commands."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, ValueError, OSError):
+            continue                     # closed, full or gone: `show` has told it, or nobody is left to be told
+    os._exit(status)
 
 
 def show(output, options):
-    """Print what a command gave back, and return the exit status."""
-    if getattr(options, "json", False):
-        print(json.dumps(output.data, indent=2))
-    else:
-        print(output.text)
-    sys.stdout.flush()
+    """Print what a command gave back, and return the exit status. Raises Failed where it cannot be written."""
+    text = json.dumps(output.data, indent=2) if getattr(options, "json", False) else output.text
+    if sys.stdout is None:
+        raise Failed("the output cannot be written: it is closed")
+    try:
+        print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise Failed("the output cannot be written: %s" % error)
     return output.status
 
 

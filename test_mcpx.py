@@ -12,8 +12,10 @@ what the hosts, the shims, the daemon and the servers have said.
 """
 from __future__ import annotations
 
+import builtins
 import collections
 import contextlib
+import dis
 import fcntl
 import glob
 import http.client
@@ -25,6 +27,7 @@ import queue
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -33,6 +36,8 @@ import sys
 import tempfile
 import threading
 import time
+import types
+from pathlib import Path
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 MCPX = os.path.join(HERE, "mcpx.py")
@@ -6557,9 +6562,139 @@ def test_shim_loads_next_to_nothing(tmp_path):
         loaded, answer = modules(*shim, data=request)
         assert json.loads(answer)["result"]["serverInfo"]["name"] == "demo"
         bare, _ = modules("import os, time")
-        assert loaded - bare == {"__future__", "select", "_socket", "_json"}
+        assert loaded - bare == {"select", "_socket", "_json"}
     finally:
         subprocess.run(mcpx.own_command("stop"), env=env, capture_output=True, timeout=60)
+
+
+def started_from(lab, *arguments, request=None, env=None):
+    """Run this file as a host does and return (whether a part of it was loaded, what it wrote, its exit status).
+
+    The module `mcpx` of the process is asked as it ends: the code at the head is run, then one line more.
+    """
+    code = mcpx.boot_code()
+    # The head's last word is main(), which does not come back.
+    asked = code.replace('.split(b"<boot>")[2])', '.split(b"<boot>")[2].replace(b"module.main()", b"sys.stderr.write('
+                         '(\\"part\\" if module.IS_PART else \\"whole\\") + chr(10)); module.main()"))')
+    assert asked != code
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", asked, MCPX, *arguments], env=dict(lab.env, **(env or {})),
+                          cwd=lab.work, input=request, capture_output=True, timeout=60)
+    return done.stderr.decode().split("\n")[0], done.stdout, done.returncode
+
+
+@pytest.fixture
+def fresh_cache(lab):
+    """A byte-code cache of the test's own, and where the shim's part would be in it."""
+    lab.env["XDG_CACHE_HOME"] = lab.directory("cache")
+    lab.configure({"demo": demo(scope="global")})
+    return lambda: [str(path) for path in Path(lab.path("cache")).rglob("*.shim")]
+
+
+HELLO_LINE = (json.dumps({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+    "protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}}}) + "\n").encode()
+
+
+def test_a_shim_loads_its_part_of_the_file_and_no_more(lab, fresh_cache):
+    how, answer, status = started_from(lab, "serve", "demo", request=HELLO_LINE)
+    assert (how, status) == ("whole", 0) and json.loads(answer)["result"]
+    part, = fresh_cache()
+    how, answer, status = started_from(lab, "serve", "demo", request=HELLO_LINE)
+    assert (how, status) == ("part", 0) and json.loads(answer)["result"]
+    assert os.path.getsize(part) < os.path.getsize(part[:-4] + "pyc") / 8
+    # What is no plain serve goes on as ever, from a part as well: an unknown server, an option, none at all.
+    for arguments, said in ((["serve", "nobody"], "nobody"), (["serve"], "demo"), (["serve", "--nonsense"], "--nonsense")):
+        done = lab.run(*arguments, input=HELLO_LINE.decode())
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: b"", lambda data: data[:-1], lambda data: data[:40] + b"\x00" + data[41:], lambda data: b"x" * len(data),
+    lambda data: bytes(8) + data[8:]], ids=["empty", "cut off", "a byte", "all", "of another source"])
+def test_a_damaged_part_of_the_file_is_not_used_and_made_anew(lab, fresh_cache, damage):
+    started_from(lab, "serve", "demo", request=HELLO_LINE)
+    part, = fresh_cache()
+    good = Path(part).read_bytes()
+    Path(part).write_bytes(damage(good))
+    how, answer, status = started_from(lab, "serve", "demo", request=HELLO_LINE)
+    assert (how, status) == ("whole", 0) and json.loads(answer)["result"]
+    assert started_from(lab, "serve", "demo", request=HELLO_LINE)[0] == "part"
+
+
+@pytest.mark.parametrize("trouble", ["others may write there", "a file stands in the way"])
+def test_a_shim_without_a_private_cache_loads_everything_and_works(lab, fresh_cache, trouble):
+    if trouble == "a file stands in the way":
+        Path(lab.path("cache", "mcpx")).write_text("")
+    else:
+        os.mkdir(lab.path("cache", "mcpx"))
+        os.chmod(lab.path("cache", "mcpx"), 0o777)
+    for _ in range(2):
+        how, answer, status = started_from(lab, "serve", "demo", request=HELLO_LINE)
+        assert (how, status) == ("whole", 0) and json.loads(answer)["result"]
+    assert fresh_cache() == []
+
+
+def test_a_shim_that_has_only_its_part_does_without_a_daemon_where_none_can_be_had(lab, fresh_cache):
+    started_from(lab, "serve", "demo", request=HELLO_LINE)
+    lab.command("stop")
+    shutil.rmtree(lab.state)
+    Path(lab.state).write_text("no directory")
+    try:
+        host = lab.host("demo")
+        assert host.call("echo", text="alone") == "alone" and host.close() == 0
+    finally:
+        os.remove(lab.state)
+
+
+def test_shim_every_name_that_its_part_uses_is_in_it():
+    """The names of its code are known here, in the language, or asked for after the rest has been loaded."""
+    with open(MCPX, encoding="utf-8") as file:
+        parts = mcpx._part_of(compile(file.read(), MCPX, "exec"))
+    marshal.loads(marshal.dumps(parts))
+    there = {name for _, name, _ in parts} | set(vars(builtins)) | {"__file__", "__name__", "__spec__", "__qualname__",
+                                                                  "__module__"}
+
+    def used(code):
+        local = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval not in local:
+                yield step.argval
+        for const in code.co_consts:
+            if isinstance(const, types.CodeType):
+                yield from used(const)
+    missing = {(name, other) for kind, name, value in parts if kind in ("function", "class") for other in used(value[0])
+               if other not in there}
+    assert missing == {("main", "run_from_byte_code"), ("main", "keep_part"), ("main", "start_over"),
+                       ("main", "parse_command_line"), ("main", "show"), ("main", "complain"), ("main", "Output"),
+                       ("run_shim", "run_standalone")}
+
+
+@pytest.mark.parametrize("line", [
+    "status", "status --json", "ls", "ls demo", "ls demo extra", "call", "call demo.echo", "call demo.echo a=b c=d --json",
+    "call --json demo.echo", "call demo.echo -- -x", "why", "why demo", "stop", "stop demo", "restart", "answer 1 accept a=b",
+    "answer 1 perhaps", "answer 1", "logs", "logs demo", "logs -f", "reload", "url demo --json --json", "serve", "serve a b",
+    "serve --json", "demo-server", "doctor x", "status ''", "call demo.echo --timeout 3"])
+def test_options_without_argparse_are_those_of_argparse(line, capsys):
+    name, *words = shlex.split(line)
+    command = mcpx.COMMANDS[name]
+    found = command.plain_options(words)
+    try:
+        expected = vars(command.parser(name).parse_args(words))
+    except SystemExit:
+        expected = None
+    if found is not None:
+        assert vars(found) == expected
+    assert found is not None or expected is None or any(w.startswith("-") for w in words), "it could have been told"
+
+
+@pytest.mark.parametrize("where", ["full", "closed"])
+def test_a_command_whose_output_cannot_be_written_says_so(lab, where):
+    lab.configure({"demo": demo()})
+    if where == "full" and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    shell = '"$@" >/dev/full' if where == "full" else '"$@" >&-'
+    done = subprocess.run(["sh", "-c", shell, "sh"] + program("settings"), env=lab.env, capture_output=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("mcpx: the output cannot be written") and done.stderr.count(b"\n") == 1
 
 
 def test_shim_the_files_head_is_shell_and_python_and_names_its_licence():
