@@ -6647,7 +6647,8 @@ def test_a_shim_that_has_only_its_part_does_without_a_daemon_where_none_can_be_h
 
 def test_shim_every_name_that_its_part_uses_is_in_it(monkeypatch):
     """The names of its code are known here, in the language, or asked for after the rest has been loaded."""
-    monkeypatch.setattr(mcpx, "_decoder", None)      # as in a process that has read nothing yet
+    for made_later in ("_decoder", "_ID_PATTERN"):
+        monkeypatch.setattr(mcpx, made_later, None)      # as in a process that has read nothing yet
     with open(MCPX, encoding="utf-8") as file:
         parts = mcpx._part_of(compile(file.read(), MCPX, "exec"))
     marshal.loads(marshal.dumps(parts))
