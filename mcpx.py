@@ -405,7 +405,13 @@ def parse_json(line):
     try:
         if line[:3] == b"\xef\xbb\xbf":
             line = line[3:]
-        return json_decoder().decode(line.decode("utf-8"))
+        text = line.decode("utf-8")
+        if text[:1] == "{":
+            # The usual line, without white space around it to be looked for.
+            value, end = json_decoder().raw_decode(text)
+            if end == len(text):
+                return value
+        return json_decoder().decode(text)
     except UnicodeDecodeError as error:
         raise RpcError(PARSE_ERROR, "Parse error: not UTF-8 at byte %d" % error.start)
     except RecursionError:
@@ -629,10 +635,6 @@ class Pieces:
     def __bytes__(self):
         return b"".join(self.pieces)
 
-    def joined_if_small(self):
-        """Return it as bytes where that costs less."""
-        return bytes(self) if len(self) < READ_BYTES else self
-
 
 def pieces_of(data):
     """Return what is written for bytes or Pieces."""
@@ -705,7 +707,8 @@ def with_id(line, message, new_id):
     global _ID_PLACES
     if isinstance(line, Located):
         before, after = part_of(line.line, 0, line.start), part_of(line.line, line.end)
-        return Pieces(before, encode_id(new_id), after).joined_if_small()
+        pieces = (before, encode_id(new_id), after)
+        return b"".join(pieces) if len(line.line) < READ_BYTES else Pieces(*pieces)
     # A line break inside (white space to JSON) would be two lines to whoever reads them.
     if b"\n" not in line and b"\r" not in line and line.count(b'"id"') == 1 and not (
             b"\\" in line and b"\\u006" in line):
@@ -2550,6 +2553,12 @@ class Loop:
             self.guard(hook)
         self._finish_turn()
 
+    def flush(self):
+        """Write what is queued now, not at the end of the turn: somebody waits for it, and the rest is ours to do."""
+        dirty, self._dirty = self._dirty, []
+        for stream in dirty:
+            self.guard(stream.flush)
+
     def stop(self):
         """Leave `run` at the end of this turn."""
         self._stopped = True
@@ -2586,9 +2595,7 @@ class Loop:
         for _ in range(8):
             if not (self._dirty or self._closing or self._soon):
                 return
-            dirty, self._dirty = self._dirty, []
-            for stream in dirty:
-                self.guard(stream.flush)
+            self.flush()
             closing, self._closing = self._closing, []
             for stream in closing:
                 self.guard(stream.finish_close)
@@ -3065,12 +3072,16 @@ class Upstream:
     owner.on_ghost_gone()           a cancelled call is surely over
     owner.on_sending(call)          a request of a host is about to be queued under its wire id
     owner.on_taken(call)            its answer has been taken from the pipe
+    owner.on_finished()             the only answer of a read is on its way to who waits for it
     owner.call_later(delay, callback)   returns a Timer
     """
+
+    ADDED = {"is_alone": False}
 
     def __init__(self, stream, owner, counters):
         self.stream, self.owner, self.counters = stream, owner, counters
         self.in_flight = {}              # wire id -> Call, until answered or given up
+        self.is_alone = False            # the line at hand is the only one of a read
         self.task_tokens = {}            # wire id -> Call whose progress goes on as a task
         # Cancelled calls that the server may still be at: what it asks or logs may be theirs.
         self.ghosts = {}                 # wire id -> Call, until a late answer or for cancelGrace
@@ -3379,6 +3390,7 @@ class Upstream:
 
     def on_lines(self, lines):
         """Take the lines of one read."""
+        self.is_alone = len(lines) == 1
         for line in lines:
             if self.first_is_torn:
                 self.first_is_torn = False
@@ -3478,6 +3490,8 @@ class Upstream:
         try:
             if not call.cancelled:
                 call.finish(message, line)
+                if self.is_alone:
+                    self.owner.on_finished()
         except Exception:
             # Whatever there is in it that we cannot take: who asked gets an answer.
             self.owner.on_mistake(traceback.format_exc())
@@ -4653,19 +4667,24 @@ class Instance:
             return
         marks.sending(call.wire_id)
         if call.host is not None and marks.number is not None:
+            token = token_of(call)
             plain = (call.message is not None and call.message.get("method") == call.method and not call.rounds
                      and not call.opts_in)
             key = journal_key(call.host_id) if call.host_id is not None else NO_TOKEN
             old = call.mark              # of its first sending, which a dead daemon has seen
-            call.mark = marks.journal.enter(marks.number, call.wire_id, token_of(call), key, plain, call.attempts)
+            call.mark = marks.journal.enter(marks.number, call.wire_id, token, key, plain, call.attempts)
             marks.journal.release(old)
-            if call.mark is not None and token_of(call) != NO_TOKEN:
+            if call.mark is not None and token != NO_TOKEN:
                 call.host.link.note_marked(call)
 
     def on_taken(self, call):
         """An answer has been taken from the pipe."""
         if call.mark is not None:
             self.pool.journal.set(call.mark, TAKEN)
+
+    def on_finished(self):
+        """An answer is queued: it need not wait until the lease is given back."""
+        self.pool.loop.flush()
 
     def on_settled(self, call, lease=None):
         """A request is no longer in flight: give its lease back (`lease`, where the call is on its way again)."""
@@ -11566,6 +11585,10 @@ class StdioLink:
         self._waiting = False
 
 
+# A look at the configuration's file counts for what comes so soon after it.
+CONFIG_LOOK_S = 0.01
+
+
 class Daemon:
     """The core: everything hosts and commands reach goes through here, by method."""
 
@@ -12453,7 +12476,7 @@ class Daemon:
     def check_config(self, force=False):
         """Apply the configuration if the file has changed. Returns the error text, or None."""
         now = time.monotonic()
-        if now - self._config_seen_at < 0.001 and not force:
+        if now - self._config_seen_at < CONFIG_LOOK_S and not force:
             return self._config_error    # looked at with the message before this one
         self._config_seen_at = now
         stamp = self._stamp()
